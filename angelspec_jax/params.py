@@ -1,0 +1,90 @@
+"""One declaration per parameter: shape, logical axes and initializer.
+
+A model's parameters are a frozen dataclass. Its *specification* is the same dataclass with a `Param` at every leaf, so abstract values,
+shardings, random initialization and checkpoint loading all come from one place and cannot disagree.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """Shape, logical axis names (one per dimension, None = never sharded) and initializer of one parameter.
+
+    `init` is "normal" (standard deviation `scale`, default 1/sqrt(fan-in)), "zeros" or "ones". `fan_in` counts the input dimensions,
+    which come first: weights are stored [in..., out...].
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str = "normal"
+    inputs: int = 1
+    scale: float | None = None
+    dtype: jnp.dtype | None = None
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"parameter of shape {self.shape} needs one logical axis per dimension, got {self.axes}")
+
+
+def is_param(leaf) -> bool:
+    return isinstance(leaf, Param)
+
+
+def map_params(function, specs, *rest):
+    """`jax.tree.map` over the `Param` leaves of a specification."""
+    return jax.tree.map(function, specs, *rest, is_leaf=is_param)
+
+
+def stack(specs, count: int):
+    """The specification of `count` equal layers stacked on a new leading axis (for `lax.scan`)."""
+    return map_params(
+        lambda p: dataclasses.replace(p, shape=(count, *p.shape), axes=(None, *p.axes), scale=_scale(p)), specs
+    )
+
+
+def abstract(specs, dtype, shardings=None):
+    """Shape-dtype structs of a specification, with shardings when given."""
+    if shardings is None:
+        return map_params(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype or dtype), specs)
+    return map_params(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype or dtype, sharding=s), specs, shardings)
+
+
+def initialize(specs, key: jax.Array, dtype=jnp.float32):
+    """Random parameters of a specification; every leaf draws from its own key, so adding one does not change the others' draws."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_param)
+    leaves = []
+    for path, p in paths:
+        leaf_key = jax.random.fold_in(key, _stable_hash(jax.tree_util.keystr(path)))
+        leaves.append(_draw(p, leaf_key, p.dtype or dtype))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def count(specs) -> int:
+    """Number of scalar parameters of a specification."""
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(specs, is_leaf=is_param))
+
+
+def _scale(p: Param) -> float | None:
+    if p.init != "normal" or p.scale is not None:
+        return p.scale
+    return 1.0 / math.sqrt(math.prod(p.shape[: p.inputs]))
+
+
+def _draw(p: Param, key: jax.Array, dtype) -> jax.Array:
+    if p.init == "zeros":
+        return jnp.zeros(p.shape, dtype)
+    if p.init == "ones":
+        return jnp.ones(p.shape, dtype)
+    return (jax.random.normal(key, p.shape, jnp.float32) * jnp.float32(_scale(p))).astype(dtype)
+
+
+def _stable_hash(text: str) -> int:
+    value = 2166136261
+    for byte in text.encode():
+        value = ((value ^ byte) * 16777619) & 0xFFFFFFFF
+    return value & 0x7FFFFFFF

@@ -1,0 +1,138 @@
+"""The decoder layer, shared by the target and every drafter. Weights are stored [in..., out...]."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from angelspec_jax.params import Param
+from angelspec_jax.target.config import Rope, TransformerConfig
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["input_norm", "qkv", "o", "post_attention_norm", "gate_up", "down", "q_norm", "k_norm", "qkv_bias"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    input_norm: jax.Array  # [D]
+    # One product per kv head: its H/G query heads, then its key, then its value. Sharding over G keeps them together.
+    qkv: jax.Array  # [D, G, H/G + 2, E]
+    o: jax.Array  # [H, E, D]
+    post_attention_norm: jax.Array  # [D]
+    gate_up: jax.Array  # [D, 2, F]
+    down: jax.Array  # [F, D]
+    q_norm: jax.Array | None = None  # [E]
+    k_norm: jax.Array | None = None  # [E]
+    qkv_bias: jax.Array | None = None  # [G, H/G + 2, E]
+
+
+def layer_specs(config: TransformerConfig) -> Layer:
+    """Declaration of one layer's parameters."""
+    d, f, h, g, e = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+    per_group = config.queries_per_kv + 2
+    norm = Param((d,), (None,), "ones", dtype=jnp.float32)
+    head_norm = Param((e,), (None,), "ones", dtype=jnp.float32) if config.qk_norm else None
+    return Layer(
+        input_norm=norm,
+        qkv=Param((d, g, per_group, e), ("embed", "kv_heads", None, None)),
+        o=Param((h, e, d), ("heads", None, "embed"), inputs=2),
+        post_attention_norm=norm,
+        gate_up=Param((d, 2, f), ("embed", None, "mlp")),
+        down=Param((f, d), ("mlp", "embed")),
+        q_norm=head_norm,
+        k_norm=head_norm,
+        qkv_bias=Param((g, per_group, e), ("kv_heads", None, None), "zeros") if config.attention_bias else None,
+    )
+
+
+def decoder_layer(
+    layer: Layer,
+    config: TransformerConfig,
+    x: Float[Array, "*N D"],
+    positions: Int[Array, "*N"],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N G E"], Float[Array, "*N G E"]]]:
+    """Pre-norm attention and SwiGLU. `attend(q, k, v)` decides what a row sees; the rows' own keys and values are returned."""
+    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    q, k, v = project_qkv(layer, config, normed, positions)
+    with jax.named_scope("attention"):
+        mixed = attend(q, k, v)
+    x = x + jnp.einsum("...he,hed->...d", mixed, layer.o)
+    normed = rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
+    with jax.named_scope("mlp"):
+        return x + swiglu(normed, layer.gate_up, layer.down), (k, v)
+
+
+def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], positions: Int[Array, "*N"]):
+    """Queries [*N, H, E], keys and values [*N, G, E]; q and k carry their norm and rotation."""
+    fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv)
+    if layer.qkv_bias is not None:
+        fused = fused + expand(layer.qkv_bias, fused)
+    queries = config.queries_per_kv
+    q = fused[..., :queries, :].reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+    k, v = fused[..., queries, :], fused[..., queries + 1, :]
+    return rotate_and_norm(q, layer.q_norm, config, positions), rotate_and_norm(k, layer.k_norm, config, positions), v
+
+
+def project_kv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], positions: Int[Array, "*N"]):
+    """Keys and values [*N, G, E] of rows that ask nothing: a block drafter's context."""
+    queries = config.queries_per_kv
+    fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv[:, :, queries:])
+    if layer.qkv_bias is not None:
+        fused = fused + expand(layer.qkv_bias[:, queries:], fused)
+    return rotate_and_norm(fused[..., 0, :], layer.k_norm, config, positions), fused[..., 1, :]
+
+
+def rotate_and_norm(x, weight, config: TransformerConfig, positions):
+    """Head norm (when there is one) before or after the rotation, as the architecture has it."""
+    if config.qk_norm == "before_rope":
+        x = rms_norm(x, weight, config.rms_norm_eps)
+    x = rotate(x, positions, config.rope)
+    if config.qk_norm == "after_rope":
+        x = rms_norm(x, weight, config.rms_norm_eps)
+    return x
+
+
+def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]) -> Float[Array, "*N D"]:
+    fused = jnp.einsum("...d,dcf->...cf", x, gate_up)
+    return jnp.einsum("...f,fd->...d", jax.nn.silu(fused[..., 0, :]) * fused[..., 1, :], down)
+
+
+def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*N D"]:
+    """Root-mean-square norm over the last axis; statistics and scale in float32, result in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * expand(weight.astype(jnp.float32), wide)).astype(x.dtype)
+
+
+def rotate(x: Float[Array, "*N heads E"], positions: Int[Array, "*N"], rope: Rope) -> Float[Array, "*N heads E"]:
+    """Rotary embedding, halves rotated against each other (Hugging Face convention); angles in float32."""
+    half = x.shape[-1] // 2
+    frequency = rope_frequencies(rope, x.shape[-1])
+    angle = positions.astype(jnp.float32)[..., None] * expand(frequency, positions[..., None])
+    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(rope: Rope, size: int) -> Float[Array, "E/2"]:
+    """Inverse wavelengths; `llama3` stretches the low frequencies and blends the middle band."""
+    frequency = rope.theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if rope.scaling == "linear":
+        return frequency / rope.factor
+    if rope.scaling != "llama3":
+        return frequency
+    wavelength = 2 * jnp.pi / frequency
+    blend = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = jnp.clip(blend, 0.0, 1.0)  # 0: stretched by `factor`, 1: kept
+    return (1 - blend) * frequency / rope.factor + blend * frequency
+
+
+def expand(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Leading axes of length one, up to the rank of `like` (rank promotion is an error in our tests)."""
+    return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)

@@ -1,0 +1,107 @@
+"""The frozen language model: parameters, forward pass over packed rows, and logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from angelspec_jax.params import Param, stack
+from angelspec_jax.target.attention import Rows, attend
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.kv_cache import KVCache
+from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["embed", "layers", "final_norm", "lm_head"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TargetParams:
+    embed: jax.Array  # [V, D]
+    layers: tuple[Layer, ...] | Layer  # a tuple (unrolled) or one Layer with a leading L (scan)
+    final_norm: jax.Array  # [D]
+    lm_head: jax.Array | None  # [D, V]; None when tied to `embed`
+
+
+def target_specs(config: TransformerConfig) -> TargetParams:
+    """Declaration of every parameter of the model."""
+    layer = layer_specs(config)
+    return TargetParams(
+        embed=Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), scale=0.02),
+        layers=stack(layer, config.num_layers) if config.scan_layers else (layer,) * config.num_layers,
+        final_norm=Param((config.hidden_size,), (None,), "ones", dtype=jnp.float32),
+        lm_head=None if config.tie_embeddings else Param((config.hidden_size, config.vocab_size), ("embed", "vocab")),
+    )
+
+
+def forward(
+    params: TargetParams,
+    config: TransformerConfig,
+    tokens: Int[Array, "N"],
+    positions: Int[Array, "N"],
+    rows: Rows,
+    cache: KVCache,
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "N T D"], Float[Array, "N D"], tuple]:
+    """Run the rows in flight against the cache, which stays as it is.
+
+    Returns the features tapped after decoder layers `taps` (0-based, before any final norm; -1 is the embedding output), the hidden state
+    after the final norm, and the rows' new keys and values, per layer as the cache stores layers (`kv_cache.commit` writes them).
+    """
+    check_taps(taps, config.num_layers)
+    x = params.embed[tokens]
+    features = {-1: x}
+    run = functools.partial(_layer, config=config, positions=positions, rows=rows, table=cache.table)
+    if isinstance(params.layers, tuple):
+        new_kv = []
+        for index, layer in enumerate(params.layers):
+            x, kv = run(layer, x, cache.k[index], cache.v[index])
+            new_kv.append(kv)
+            features[index] = x
+        new_k, new_v = tuple(k for k, _ in new_kv), tuple(v for _, v in new_kv)
+        tapped = jnp.stack([features[tap] for tap in taps], axis=1) if taps else jnp.zeros((x.shape[0], 0, x.shape[1]), x.dtype)
+    else:
+        x, tapped, (new_k, new_v) = _scan(run, params.layers, x, cache, taps)
+    return tapped, rms_norm(x, params.final_norm, config.rms_norm_eps), (new_k, new_v)
+
+
+def logits(params: TargetParams, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+    """Vocabulary logits in float32 of hidden states after the final norm."""
+    if params.lm_head is None:
+        return jnp.einsum("...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raise ValueError when a tapped layer id does not exist."""
+    for tap in taps:
+        if not -1 <= tap < num_layers:
+            raise ValueError(f"layer id {tap} does not exist in a target of {num_layers} layers; ids run from -1 (embedding) to {num_layers - 1}")
+
+
+def _layer(layer, x, k_cache, v_cache, *, config, positions, rows, table):
+    def see(q, k, v):
+        return attend(
+            q, k, v, k_cache, v_cache, table, rows, positions, scale=config.attention_scale, window=config.sliding_window
+        )
+
+    return decoder_layer(layer, config, x, positions, see)
+
+
+def _scan(run, layers, x, cache, taps):
+    ids = jnp.asarray(taps, jnp.int32)
+    embedded = jnp.broadcast_to((ids == -1)[:, None, None], (len(taps), *x.shape))
+    tapped = jnp.where(embedded, x[None], jnp.zeros((), x.dtype))
+
+    def step(carry, per_layer):
+        x, tapped = carry
+        index, layer, k_cache, v_cache = per_layer
+        x, kv = run(layer, x, k_cache, v_cache)
+        tapped = jnp.where((ids == index)[:, None, None], x[None], tapped)
+        return (x, tapped), kv
+
+    count = cache.k.shape[0]
+    (x, tapped), new_kv = jax.lax.scan(step, (x, tapped), (jnp.arange(count, dtype=jnp.int32), layers, cache.k, cache.v))
+    return x, jnp.swapaxes(tapped, 0, 1), new_kv

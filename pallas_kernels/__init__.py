@@ -1,0 +1,1 @@
+"""Pallas TPU kernels and their plain-JAX twins of the same signature. Imports nothing from `angelspec_jax`."""

@@ -1,0 +1,126 @@
+"""Plain-JAX twins of the kernels: the same signatures and the same numbers, on any backend.
+
+They are what CPU and GPU run, and what the kernels are tested against. No twin gathers a whole cache: slots are read in place and pages
+one column of the table at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked row stays free of NaN
+
+
+def tree_attention(
+    q: Float[Array, "N H E"],
+    k: Float[Array, "N G E"],
+    v: Float[Array, "N G E"],
+    k_cache: Float[Array, "P G page E"],
+    v_cache: Float[Array, "P G page E"],
+    table: Int[Array, "R pages"] | None,
+    row_start: Int[Array, "R+1"],
+    ancestors: UInt32[Array, "N 2"],
+    prefix_length: Int[Array, "R"],
+    positions: Int[Array, "N"],
+    *,
+    causal: bool,
+    max_rows: int,
+    uniform: bool = False,
+    scale: float,
+    window: int | None = None,
+) -> Float[Array, "N H E"]:
+    """Attention of packed rows to their request's cached prefix and to the rows in flight that they may see.
+
+    Rows of request r are `row_start[r] .. row_start[r+1]-1` (at most `max_rows`); with `table=None` request r owns slot r of the cache.
+    Row i sees cache entries `s < prefix_length[r]` and its request's row j if bit j of `ancestors[i]` is set (`causal`: if j <= i). With
+    `window`, keys at or before `position - window` are hidden. Scores and the softmax are float32; rows that see nothing return zeros.
+    """
+    requests = prefix_length.shape[0]
+    rows, heads, size = q.shape
+    groups = k.shape[1]
+
+    def spread(x):  # packed [N, ...] -> per request [R, W, ...]
+        if uniform:
+            return x.reshape(requests, max_rows, *x.shape[1:])
+        index = row_start[:-1, None] + jnp.arange(max_rows, dtype=jnp.int32)[None]
+        return x[jnp.minimum(index, rows - 1)]
+
+    counts = jnp.diff(row_start)
+    live = jnp.arange(max_rows, dtype=jnp.int32)[None] < counts[:, None]  # [R, W]
+    # [R, G, W, Q, E]: the queries that share a kv head are folded next to the rows
+    queries = jnp.swapaxes(spread(q).reshape(requests, max_rows, groups, heads // groups, size), 1, 2)
+    position = spread(positions)
+
+    own = _own_scores(queries, jnp.swapaxes(spread(k), 1, 2), spread(ancestors), position, live, causal, scale, window)
+    statistics = _accumulate(None, own, jnp.swapaxes(spread(v), 1, 2))
+
+    if table is None:
+        seen = _prefix_mask(prefix_length, position, 0, k_cache.shape[2], window)
+        statistics = _accumulate(statistics, _scores(queries, k_cache, seen, scale), v_cache)
+    else:
+        page = k_cache.shape[2]
+
+        def one_page(column, statistics):
+            index = table[:, column]
+            seen = _prefix_mask(prefix_length, position, column * page, page, window)
+            return _accumulate(statistics, _scores(queries, k_cache[index], seen, scale), v_cache[index])
+
+        used = jnp.max((prefix_length + page - 1) // page)
+        statistics = jax.lax.fori_loop(0, used, one_page, statistics)
+
+    _, normalizer, weighted = statistics
+    out = weighted / jnp.where(normalizer > 0, normalizer, 1.0)[..., None]
+    out = jnp.swapaxes(out, 1, 2).reshape(requests, max_rows, heads, size).astype(q.dtype)
+    if uniform:
+        return out.reshape(rows, heads, size)
+    request = jnp.searchsorted(row_start[1:], jnp.arange(rows, dtype=row_start.dtype), side="right")
+    request = jnp.minimum(request, requests - 1)
+    offset = jnp.arange(rows, dtype=jnp.int32) - row_start[request]
+    owned = (offset < max_rows) & (jnp.arange(rows) < row_start[-1])
+    return jnp.where(owned[:, None, None], out[request, jnp.clip(offset, 0, max_rows - 1)], jnp.zeros((), q.dtype))
+
+
+def _scores(queries, keys, seen, scale):
+    """[R, G, W, Q, S] float32 scores, masked where `seen` [R, W, S] is false."""
+    scores = jnp.einsum("rgwqe,rgse->rgwqs", queries, keys.astype(queries.dtype), preferred_element_type=jnp.float32) * scale
+    return jnp.where(seen[:, None, :, None, :], scores, MASKED)
+
+
+def _own_scores(queries, keys, ancestors, position, live, causal, scale, window):
+    width = live.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)
+    if causal:
+        seen = jnp.broadcast_to(index[None, :] <= index[:, None], (live.shape[0], width, width))
+    else:
+        bits = jax.lax.shift_right_logical(
+            ancestors[:, :, index // 32], jnp.broadcast_to((index % 32).astype(jnp.uint32), (*ancestors.shape[:2], width))
+        )
+        seen = (bits & jnp.uint32(1)) == 1
+    seen = seen & live[:, None, :]
+    if window is not None:
+        seen = seen & (position[:, None, :] > position[:, :, None] - window)
+    return _scores(queries, keys, seen, scale)
+
+
+def _prefix_mask(prefix_length, position, start, length, window) -> Bool[Array, "R W S"]:
+    key = (start + jnp.arange(length, dtype=jnp.int32))[None, None, :]
+    seen = jnp.broadcast_to(key < prefix_length[:, None, None], (*position.shape, length))
+    if window is not None:
+        seen = seen & (key > position[:, :, None] - window)
+    return seen
+
+
+def _accumulate(statistics, scores, values):
+    """Merge one block of keys into the running (maximum, normalizer, weighted values) of an online softmax."""
+    top = jnp.max(scores, axis=-1)
+    previous = None
+    if statistics is not None:
+        previous, normalizer, weighted = statistics
+        top = jnp.maximum(top, previous)
+    weights = jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top[..., None]), 0.0)
+    total = jnp.sum(weights, axis=-1)
+    out = jnp.einsum("rgwqs,rgse->rgwqe", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    if previous is None:
+        return top, total, out
+    shrink = jnp.exp(previous - top)
+    return top, normalizer * shrink + total, weighted * shrink[..., None] + out
