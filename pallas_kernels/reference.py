@@ -124,3 +124,82 @@ def _accumulate(statistics, scores, values):
         return top, total, out
     shrink = jnp.exp(previous - top)
     return top, normalizer * shrink + total, weighted * shrink[..., None] + out
+
+
+def cache_commit(
+    pages: Float[Array, "P G page E"],
+    new: Float[Array, "N G E"],
+    table: Int[Array, "R pages"],
+    request: Int[Array, "N"],
+    positions: Int[Array, "N"],
+    accepted: Bool[Array, "N"],
+) -> Float[Array, "P G page E"]:
+    """Write the accepted rows of `new` at their request's positions; rejected rows and positions outside the table write nothing.
+
+    No two accepted rows may name the same position of the same request.
+    """
+    page = pages.shape[2]
+    accepted = accepted & (positions >= 0) & (positions < page * table.shape[1])
+    index = table[request, jnp.clip(positions // page, 0, table.shape[1] - 1)]
+    offset = jnp.where(accepted, positions % page, page)  # out of bounds: dropped
+    return pages.at[index, :, offset].set(new.astype(pages.dtype), mode="drop")
+
+
+def anchor_attention(
+    q: Float[Array, "B A K H E"],
+    k_context: Float[Array, "B S G E"],
+    v_context: Float[Array, "B S G E"],
+    k_block: Float[Array, "B A K G E"],
+    v_block: Float[Array, "B A K G E"],
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+    context_documents: Int[Array, "B S"] | None,
+    anchor_documents: Int[Array, "B A"] | None,
+    *,
+    causal: bool = False,
+    scale: float,
+) -> Float[Array, "B A K H E"]:
+    """Attention of training blocks: each of `A` blocks of `K` queries sees the context strictly before its anchor, and itself.
+
+    With documents, only context of the anchor's own document is seen. Within a block all slots see each other (`causal`: slot j sees
+    0..j). Blocks never see each other, so no mask between blocks exists. Blocks that are not kept see nothing and return zeros. Scores and
+    the softmax are float32; gradients come from plain automatic differentiation.
+    """
+    batch, blocks, slots, heads, size = q.shape
+    groups = k_context.shape[2]
+    queries = q.reshape(batch, blocks, slots, groups, heads // groups, size)
+
+    seen = anchor_visibility(anchors, keep, context_documents, anchor_documents, k_context.shape[1])
+    context = jnp.einsum("bakgqe,bsge->bgakqs", queries, k_context.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    context = jnp.where(seen[:, None, :, None, None, :], context, MASKED)
+
+    in_block = jnp.tril(jnp.ones((slots, slots), bool)) if causal else jnp.ones((slots, slots), bool)
+    in_block = keep[:, :, None, None] & in_block[None, None]
+    own = jnp.einsum("bakgqe,bajge->bgakqj", queries, k_block.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    own = jnp.where(in_block[:, None, :, :, None, :], own, MASKED)
+
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1)))[..., None]
+    context = jnp.where(context > 0.5 * MASKED, jnp.exp(context - top), 0.0)
+    own = jnp.where(own > 0.5 * MASKED, jnp.exp(own - top), 0.0)
+    normalizer = jnp.sum(context, axis=-1) + jnp.sum(own, axis=-1)
+
+    out = jnp.einsum("bgakqs,bsge->bgakqe", context.astype(v_context.dtype), v_context, preferred_element_type=jnp.float32)
+    out = out + jnp.einsum("bgakqj,bajge->bgakqe", own.astype(v_block.dtype), v_block, preferred_element_type=jnp.float32)
+    out = out / jnp.where(normalizer > 0, normalizer, 1.0)[..., None]
+    return jnp.moveaxis(out, 1, 3).reshape(q.shape).astype(q.dtype)
+
+
+def anchor_visibility(
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+    context_documents: Int[Array, "B S"] | None,
+    anchor_documents: Int[Array, "B A"] | None,
+    length: int,
+) -> Bool[Array, "B A S"]:
+    """Which context positions the block of each anchor sees: before the anchor, in its document, and only if the block is kept."""
+    seen = jnp.arange(length, dtype=anchors.dtype)[None, None, :] < anchors[:, :, None]
+    if (context_documents is None) != (anchor_documents is None):
+        raise ValueError("give both context_documents and anchor_documents, or neither")
+    if context_documents is not None and anchor_documents is not None:
+        seen = seen & (context_documents[:, None, :] == anchor_documents[:, :, None])
+    return seen & keep[:, :, None]
