@@ -5,11 +5,11 @@ each request's cache once. A row sees the whole committed prefix of its request 
 bits (a draft tree, a bidirectional block) or those before it (`causal`, prefill).
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import reference
@@ -18,12 +18,7 @@ from pallas_kernels.tree_attention import tree_attention as tree_attention_kerne
 MAX_TREE_ROWS = 64  # two words of ancestor bits
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["request", "row_start", "ancestors", "prefix_length", "valid"],
-    meta_fields=["causal", "max_rows", "uniform"],
-)
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Rows:
     """Which request each packed row belongs to and which other rows it sees.
 
@@ -36,9 +31,9 @@ class Rows:
     ancestors: UInt32[Array, "N 2"]  # bit j: sees row j of its own request (itself included)
     prefix_length: Int[Array, "R"]  # tokens of each request in the cache
     valid: Bool[Array, "N"]
-    causal: bool = False
-    max_rows: int = 1
-    uniform: bool = True
+    causal: bool = struct.field(pytree_node=False, default=False)
+    max_rows: int = struct.field(pytree_node=False, default=1)
+    uniform: bool = struct.field(pytree_node=False, default=True)
 
 
 def uniform_rows(

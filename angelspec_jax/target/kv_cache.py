@@ -4,18 +4,17 @@ Two layouts, a static choice. *Pages* (TPU): `[pages, G, page, E]` with a table 
 *Slots* (CPU): `[R, G, S, E]`, request r in slot r, no table. Layers are a tuple of arrays (unrolled layers) or one stacked array (scan).
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from angelspec_jax.target.config import TransformerConfig
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "table"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class KVCache:
     k: tuple[jax.Array, ...] | jax.Array  # per layer [R, G, S, E] or [pages, G, page, E]; stacked: a leading L
     v: tuple[jax.Array, ...] | jax.Array

@@ -1,23 +1,17 @@
 """The decoder layer, shared by the target and every drafter. Weights are stored [in..., out...]."""
 
-import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.params import Param
 from angelspec_jax.target.config import Rope, TransformerConfig
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["input_norm", "qkv", "o", "post_attention_norm", "gate_up", "down", "q_norm", "k_norm", "qkv_bias"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Layer:
     input_norm: jax.Array  # [D]
     # One product per kv head: its H/G query heads, then its key, then its value. Sharding over G keeps them together.

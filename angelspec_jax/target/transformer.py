@@ -1,10 +1,10 @@
 """The frozen language model: parameters, forward pass over packed rows, and logits."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.params import Param, stack
@@ -14,15 +14,12 @@ from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["embed", "layers", "final_norm", "lm_head"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class TargetParams:
     embed: jax.Array  # [V, D]
     layers: tuple[Layer, ...] | Layer  # a tuple (unrolled) or one Layer with a leading L (scan)
     final_norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V]; None when tied to `embed`
+    lm_head: jax.Array | None  # [V, D], rows like `embed`; None when tied to it
 
 
 def target_specs(config: TransformerConfig) -> TargetParams:
@@ -32,7 +29,7 @@ def target_specs(config: TransformerConfig) -> TargetParams:
         embed=Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), scale=0.02),
         layers=stack(layer, config.num_layers) if config.scan_layers else (layer,) * config.num_layers,
         final_norm=Param((config.hidden_size,), (None,), "ones", dtype=jnp.float32),
-        lm_head=None if config.tie_embeddings else Param((config.hidden_size, config.vocab_size), ("embed", "vocab")),
+        lm_head=None if config.tie_embeddings else Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), scale=0.02),
     )
 
 
@@ -69,9 +66,12 @@ def forward(
 
 def logits(params: TargetParams, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
     """Vocabulary logits in float32 of hidden states after the final norm."""
-    if params.lm_head is None:
-        return jnp.einsum("...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32)
-    return jnp.einsum("...d,dv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,vd->...v", hidden, head_rows(params), preferred_element_type=jnp.float32)
+
+
+def head_rows(params: TargetParams) -> Float[Array, "V D"]:
+    """The LM head, one row a token."""
+    return params.embed if params.lm_head is None else params.lm_head
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

@@ -1,0 +1,143 @@
+"""The block-parallel drafter: context keys and values in a cache, one pass over a block of masks, a sequential head.
+
+One code path serves every family: `DrafterConfig` chooses the context and the head.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.context import Context, conditions, context_specs
+from angelspec_jax.drafter.heads import Correction, correct, head_specs, propose
+from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Shared
+from angelspec_jax.params import Param
+from angelspec_jax.target import kv_cache
+from angelspec_jax.target.attention import attend, block_ancestors, uniform_rows
+from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, project_kv, rms_norm
+from pallas_kernels import reference
+
+
+@struct.dataclass
+class BlockDrafter:
+    context: Context
+    layers: tuple[Layer, ...]
+    norm: jax.Array  # [D]
+    head: Correction | None = None
+
+
+def drafter_specs(config: DrafterConfig) -> BlockDrafter:
+    """Declaration of every trainable parameter; embedding and LM head are the target's."""
+    width = config.transformer.hidden_size
+    return BlockDrafter(
+        context=context_specs(config),
+        layers=(layer_specs(config.transformer),) * config.transformer.num_layers,
+        norm=Param((width,), (None,), "ones", dtype=jnp.float32),
+        head=head_specs(config),
+    )
+
+
+def create_state(config: DrafterConfig, requests: int, capacity: int, dtype=jnp.float32, page: int | None = None) -> DrafterState:
+    return DrafterState(kv_cache.create(config.transformer, requests, capacity, dtype, page))
+
+
+def extend(
+    params: BlockDrafter,
+    config: DrafterConfig,
+    features: Float[Array, "N T D"],
+    request: Int[Array, "N"],
+    positions: Int[Array, "N"],
+    accepted: Bool[Array, "N"],
+    state: DrafterState,
+) -> DrafterState:
+    """Digest the features of tokens the target has committed; rows not `accepted` leave no trace."""
+    with jax.named_scope("draft_extend"):
+        contexts = conditions(params.context, config, features)
+        kv = [
+            project_kv(layer, config.transformer, context, positions)
+            for layer, context in zip(params.layers, contexts, strict=True)
+        ]
+        new_kv = tuple(k for k, _ in kv), tuple(v for _, v in kv)
+        return DrafterState(kv_cache.commit(state.cache, new_kv, request, positions, accepted))
+
+
+def draft(
+    params: BlockDrafter,
+    config: DrafterConfig,
+    shared: Shared,
+    anchor: Int[Array, "R"],
+    prefix_length: Int[Array, "R"],
+    state: DrafterState,
+    noise: Noise | None,
+    policy: DraftPolicy,
+) -> Draft:
+    """Propose a chain after each request's anchor, the last emitted token, which stands at `prefix_length`."""
+    with jax.named_scope("draft_block"):
+        hidden = block_hidden(params, config, shared, anchor, prefix_length, state)
+    slots = hidden[:, config.first_slot :]
+    offsets = jnp.arange(1, config.num_drafts + 1, dtype=jnp.int32)
+    with jax.named_scope("draft_head"):
+        return propose(params.head, config, shared, slots, anchor, prefix_length[:, None] + offsets[None], noise, policy)
+
+
+def block_hidden(params, config: DrafterConfig, shared: Shared, anchor, prefix_length, state) -> Float[Array, "R K D"]:
+    """Hidden states of a block [anchor, mask, ...] after the final norm, before any correction."""
+    requests, width = anchor.shape[0], config.block_size
+    rows = uniform_rows(prefix_length, width, ancestors=block_ancestors(width))
+    tokens = jnp.full((requests, width), config.mask_token, jnp.int32).at[:, 0].set(anchor).reshape(-1)
+    positions = (prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
+    x = shared.embed[tokens].astype(params.layers[0].o.dtype)
+    model = config.transformer
+    for index, layer in enumerate(params.layers):
+
+        def see(q, k, v, index=index):
+            return attend(
+                q, k, v, state.cache.k[index], state.cache.v[index], state.cache.table, rows, positions,
+                scale=model.attention_scale, window=model.sliding_window,
+            )  # fmt: skip
+
+        x, _ = decoder_layer(layer, model, x, positions, see)
+    return rms_norm(x, params.norm, model.rms_norm_eps).reshape(requests, width, -1)
+
+
+def training_hidden(
+    params: BlockDrafter,
+    config: DrafterConfig,
+    embed: Float[Array, "V D"],
+    features: Float[Array, "B S T D"],
+    positions: Int[Array, "B S"],
+    anchors: Int[Array, "B A"],
+    keep: Bool[Array, "B A"],
+    block_tokens: Int[Array, "B A K"],
+    documents: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B A K D"]:
+    """Hidden states of A blocks per sequence at once, before the correction (AngelSpec training forward).
+
+    Each block sees the context strictly before its anchor (same document when packed) and itself; `positions` restart per document.
+    """
+    model, width = config.transformer, config.block_size
+    contexts = conditions(params.context, config, features)
+    start = jnp.take_along_axis(positions, anchors, axis=1)
+    block_positions = start[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
+    anchor_documents = None if documents is None else jnp.take_along_axis(documents, anchors, axis=1)
+    x = embed[block_tokens].astype(features.dtype)
+    for layer, context in zip(params.layers, contexts, strict=True):
+        k_context, v_context = project_kv(layer, model, context, positions)
+
+        def see(q, k, v, k_context=k_context, v_context=v_context):
+            return reference.anchor_attention(
+                q, k_context, v_context, k, v, anchors, keep, documents, anchor_documents, causal=False, scale=model.attention_scale
+            )
+
+        x, _ = decoder_layer(layer, model, x, block_positions, see)
+    return rms_norm(x, params.norm, model.rms_norm_eps)
+
+
+def teacher_forced(
+    params: BlockDrafter, config: DrafterConfig, embed: Float[Array, "V D"], hidden: Float[Array, "B A K D"], previous: Int[Array, "B A K"]
+) -> Float[Array, "B A K D"]:
+    """Hidden states corrected with the true previous tokens."""
+    return hidden if params.head is None else correct(params.head, config, hidden, embed[previous])
+
+

@@ -1,0 +1,67 @@
+"""What every drafter takes and returns."""
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int, UInt32
+
+from angelspec_jax.target.kv_cache import KVCache
+
+
+@struct.dataclass
+class Shared:
+    """The target's weights a drafter borrows, frozen: embedding and the head's rows, all or the draft vocabulary's."""
+
+    embed: jax.Array  # [V, D]
+    head: jax.Array  # [V', D]
+    draft_ids: jax.Array | None = None  # int32[V'] target id of each head row; None = identity
+
+
+@struct.dataclass
+class OneHot:
+    """The draft was chosen without randomness."""
+
+
+@struct.dataclass
+class Sparse:
+    """The draft was drawn from these candidates; every other token had probability zero."""
+
+    ids: Int[Array, "R K M"]
+    p: Float[Array, "R K M"]
+
+
+@struct.dataclass
+class Draft:
+    """A proposal for every request: a chain or tree of at most K tokens.
+
+    `parents[r, k]` is the index of draft k's parent among the drafts, -1 for the anchor. `survival[r, k]` estimates the probability that
+    the draft and all its ancestors are accepted; drafts beyond `depth[r]` of a chain were not made.
+    """
+
+    tokens: Int[Array, "R K"]
+    parents: Int[Array, "R K"]
+    q: OneHot | Sparse
+    survival: Float[Array, "R K"]
+    depth: Int[Array, "R"]
+
+
+@struct.dataclass
+class Noise:
+    """Where a request's randomness comes from: its seed, and the temperature its drafts are drawn at (0 = greedy)."""
+
+    seeds: UInt32[Array, "R"]
+    temperature: Float[Array, "R"]
+
+
+@struct.dataclass
+class DraftPolicy:
+    """How far to draft: stop when no request's next token survives with at least `min_survival`; candidates of the sequential head."""
+
+    min_survival: Float[Array, ""]
+    candidates: int = struct.field(pytree_node=False, default=64)  # M; 0 scores the whole draft vocabulary at every step
+
+
+@struct.dataclass
+class DrafterState:
+    """A block drafter's memory: the keys and values of its context, per draft layer."""
+
+    cache: KVCache
