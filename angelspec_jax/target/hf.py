@@ -1,0 +1,201 @@
+"""Hugging Face directories: config.json in its older and its transformers-5 form, end-of-sequence ids and chat templates."""
+
+import json
+from pathlib import Path
+
+from angelspec_jax.target.config import Rope, TransformerConfig
+from angelspec_jax.target.safetensors_io import Checkpoint, open_checkpoint
+from angelspec_jax.tokenizer import read_settings
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ROPE_KINDS = {"default": None, "linear": "linear", "llama3": "llama3"}
+
+
+def read_config(directory: str | Path) -> tuple[TransformerConfig, tuple[int, ...]]:
+    """The architecture and every end-of-sequence id of a model directory. Raises ValueError with one sentence when it is not supported."""
+    directory = Path(directory)
+    file = directory / "config.json"
+    values = read_json(file)
+    config = parse_config(values, file)
+    generation = directory / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    where = file if eos is None else generation
+    eos = values.get("eos_token_id") if eos is None else eos
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            raise ValueError(f"{where}: eos_token_id {token!r} is not a token of a vocabulary of {config.vocab_size}")
+    return config, tuple(dict.fromkeys(ids))
+
+
+def parse_config(values: dict, file: str | Path) -> TransformerConfig:
+    """config.json -> TransformerConfig. `file` is named in errors."""
+    family = _family(values, file)
+    hidden, heads, layers = (_count(values, key, file) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    head_dim = _count(values, "head_dim", file, hidden // heads)
+    if values.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"{file}: hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}) and head_dim is not given")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{file}: hidden_act {values['hidden_act']!r} is not supported; only silu is")
+    if values.get("quantization_config") is not None:
+        raise ValueError(f"{file}: the weights are quantized (quantization_config), which is not supported; use the unquantized checkpoint")
+    if (values.get("attention_bias") and family != "qwen2") or values.get("mlp_bias"):
+        raise ValueError(f"{file}: attention_bias and mlp_bias add biases to the output projections, which is not supported for {family}")
+    try:
+        return TransformerConfig(
+            vocab_size=_count(values, "vocab_size", file),
+            hidden_size=hidden,
+            intermediate_size=_count(values, "intermediate_size", file),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=_count(values, "num_key_value_heads", file, heads if family == "llama" else None),
+            head_dim=head_dim,
+            rope=parse_rope(values, file),
+            rms_norm_eps=_number(values, "rms_norm_eps", file, 1e-6),
+            qk_norm="before_rope" if family == "qwen3" else None,
+            attention_bias=family == "qwen2",
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            sliding_window=_sliding_window(values, layers, file),
+            max_positions=_count(values, "max_position_embeddings", file, 2048),
+        )
+    except ValueError as error:
+        raise error if str(file) in str(error) else ValueError(f"{file}: {error}") from None
+
+
+def parse_rope(values: dict, file: str | Path) -> Rope:
+    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older); both may be there if they agree."""
+    new, old = values.get("rope_parameters"), values.get("rope_scaling")
+    for name, part in (("rope_parameters", new), ("rope_scaling", old)):
+        if part is not None and not isinstance(part, dict):
+            raise ValueError(f"{file}: {name} should be an object or null, not {part!r}")
+    if new and any(isinstance(value, dict) for value in new.values()):
+        raise ValueError(f"{file}: rope_parameters differs between kinds of layers, which is not supported")
+    forms = []
+    if new is not None:
+        forms.append(_rope(new, {"rope_theta": values.get("rope_theta", 10000.0)} | new, file))
+    if new is None or old is not None:
+        theta = {"rope_theta": values.get("rope_theta", (new or {}).get("rope_theta", 10000.0))}
+        forms.append(_rope(old or {}, (old or {}) | theta, file))
+    if new is not None and values.get("rope_theta") is not None and new.get("rope_theta", values["rope_theta"]) != values["rope_theta"]:
+        raise ValueError(f"{file}: rope_theta is {values['rope_theta']} and {new['rope_theta']} in rope_parameters; remove the wrong one")
+    if len(set(forms)) > 1:
+        raise ValueError(f"{file}: rope_parameters and rope_scaling contradict each other; remove the wrong one")
+    return forms[0]
+
+
+def read_chat_template(directory: str | Path) -> str | None:
+    """chat_template.jinja, else the (default) template of tokenizer_config.json, else None."""
+    directory = Path(directory)
+    own_file = directory / "chat_template.jinja"
+    if own_file.exists():
+        return own_file.read_text("utf-8")
+    template = read_settings(directory).get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def open_tensors(directory: str | Path) -> Checkpoint:
+    """The weights of a model directory, headers checked, nothing read yet."""
+    directory = Path(directory)
+    try:
+        return open_checkpoint(directory)
+    except FileNotFoundError:
+        pickled = sorted(directory.glob("pytorch_model*.bin"))
+        if pickled and not list(directory.glob("*.safetensors*")):
+            raise ValueError(f"{directory} holds pickled weights ({pickled[0].name}), which are not read: save it again as safetensors") from None
+        raise
+
+
+def name_prefix(tensors: Checkpoint) -> str:
+    """What precedes `embed_tokens.weight`: "model." for a language model, nothing for a bare backbone."""
+    return "" if "embed_tokens.weight" in tensors.entries else "model."
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object from a file, or one sentence about what is wrong with it."""
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist; it is part of every Hugging Face model directory")
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} should hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _family(values: dict, file: str | Path) -> str:
+    named = values.get("architectures") or []
+    known = [ARCHITECTURES[name] for name in named if isinstance(name, str) and name in ARCHITECTURES]
+    if known:
+        return known[0]
+    if not named and values.get("model_type") in ARCHITECTURES.values():
+        return values["model_type"]
+    what = named or values.get("model_type")
+    raise ValueError(f"{file}: architecture {what!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _rope(scaling: dict, values: dict, file: str | Path) -> Rope:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"{file}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{file}: partial_rotary_factor is not supported; whole heads are rotated")
+    theta = _number(values, "rope_theta", file)
+    if kind == "default":
+        return Rope(theta)
+    factor = _number(values, "factor", file)
+    if kind == "linear":
+        return Rope(theta, "linear", factor)
+    low, high = _number(values, "low_freq_factor", file), _number(values, "high_freq_factor", file)
+    if low >= high:
+        raise ValueError(f"{file}: low_freq_factor ({low}) must be smaller than high_freq_factor ({high})")
+    return Rope(theta, "llama3", factor, low, high, _count(values, "original_max_position_embeddings", file))
+
+
+def _sliding_window(values: dict, layers: int, file: str | Path) -> int | None:
+    """One window for all layers or none; a mixture is refused."""
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(f"{file}: layer_types should name {layers} layers, one each")
+        sliding = kinds.count("sliding_attention")
+        if sliding + kinds.count("full_attention") != layers:
+            raise ValueError(f"{file}: layer_types holds {sorted(set(map(str, kinds)))}; only full_attention and sliding_attention are supported")
+    elif values.get("use_sliding_window"):
+        full = _integer(values, "max_window_layers", file, 0)  # the first layers attend to everything
+        sliding = max(layers - full, 0)
+    else:
+        sliding = 0
+    if sliding == 0:
+        return None
+    if sliding < layers:
+        raise ValueError(f"{file}: {sliding} of {layers} layers use a sliding window; a mixture is not supported")
+    return _count(values, "sliding_window", file)
+
+
+def _count(values: dict, key: str, file: str | Path, default: int | None = None) -> int:
+    value = _integer(values, key, file, default)
+    if value < 1:
+        raise ValueError(f"{file}: {key} must be at least 1, not {value}")
+    return value
+
+
+def _integer(values: dict, key: str, file: str | Path, default: int | None = None) -> int:
+    value = default if values.get(key) is None else values[key]
+    if value is None:
+        raise ValueError(f"{file} does not say {key}, which the architecture needs")
+    if type(value) is not int or abs(value) >= 2**31:
+        raise ValueError(f"{file}: {key} should be an integer, not {value!r}")
+    return value
+
+
+def _number(values: dict, key: str, file: str | Path, default: float | None = None) -> float:
+    value = default if values.get(key) is None else values[key]
+    if value is None:
+        raise ValueError(f"{file} does not say {key}, which the architecture needs")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{file}: {key} should be a positive number, not {value!r}")
+    return float(value)

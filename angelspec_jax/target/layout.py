@@ -1,0 +1,195 @@
+"""The one place that knows how checkpoint tensors relate to parameters.
+
+Checkpoints follow Hugging Face: one `[out, in]` matrix per projection. In memory the projections that read the same input are fused and
+stored `[in..., out...]` (layers.py). A `Leaf` assembles any window of one parameter from the tensors it comes from, so a device's shard is
+read straight from the file; `layer_tensors` and `target_tensors` are the way back.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.layers import Layer
+from angelspec_jax.target.transformer import TargetParams
+
+Window = tuple[slice, ...]  # start and stop given, step 1
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, read a window at a time."""
+
+    path: Path
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> np.dtype: ...
+
+    def read(self, name: str, window: Window) -> np.ndarray: ...
+
+    def sample(self, name: str, size: int) -> bytes: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where one parameter comes from: the checkpoint tensors with their expected shapes, and how a window is assembled from them."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    read: Callable[[TensorSource, Window], np.ndarray]
+
+
+def target_leaves(config: TransformerConfig, prefix: str = "model.") -> TargetParams:
+    """A `Leaf` for every parameter of the target, in the tree of `target_specs(config)`."""
+    layers = tuple(layer_leaves(config, f"{prefix}layers.{index}.") for index in range(config.num_layers))
+    vocab = (config.vocab_size, config.hidden_size)
+    return TargetParams(
+        embed=_plain(f"{prefix}embed_tokens.weight", vocab),
+        layers=_stack(layers) if config.scan_layers else layers,
+        final_norm=_plain(f"{prefix}norm.weight", vocab[1:]),
+        lm_head=None if config.tie_embeddings else _transposed("lm_head.weight", vocab),
+    )
+
+
+def layer_leaves(config: TransformerConfig, prefix: str) -> Layer:
+    """A `Leaf` for every parameter of one decoder layer whose checkpoint names start with `prefix`."""
+    d, f, h, g, e = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    heads = ((f"{attention}q_proj", h * e), (f"{attention}k_proj", g * e), (f"{attention}v_proj", g * e))
+    return Layer(
+        input_norm=_plain(f"{prefix}input_layernorm.weight", (d,)),
+        qkv=Leaf(
+            tuple((f"{name}.weight", (rows, d)) for name, rows in heads),
+            functools.partial(_read_qkv, [f"{name}.weight" for name, _ in heads], config),
+        ),
+        o=Leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
+        post_attention_norm=_plain(f"{prefix}post_attention_layernorm.weight", (d,)),
+        gate_up=Leaf(
+            ((f"{mlp}gate_proj.weight", (f, d)), (f"{mlp}up_proj.weight", (f, d))),
+            functools.partial(_read_gate_up, (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
+        ),
+        down=_transposed(f"{mlp}down_proj.weight", (d, f)),
+        q_norm=_plain(f"{attention}q_norm.weight", (e,)) if config.qk_norm else None,
+        k_norm=_plain(f"{attention}k_norm.weight", (e,)) if config.qk_norm else None,
+        qkv_bias=Leaf(
+            tuple((f"{name}.bias", (rows,)) for name, rows in heads),
+            functools.partial(_read_qkv_bias, [f"{name}.bias" for name, _ in heads], config),
+        )
+        if config.attention_bias
+        else None,
+    )
+
+
+def is_leaf(node) -> bool:
+    return isinstance(node, Leaf)
+
+
+def check(source: TensorSource, leaves) -> None:
+    """Raise ValueError naming the first tensor that is missing or has another shape than the configuration implies."""
+    present = set(source.names())
+    for leaf in jax.tree.leaves(leaves, is_leaf=is_leaf):
+        for name, shape in leaf.tensors:
+            if name not in present:
+                raise ValueError(f"{source.path} has no tensor {name}, which its configuration asks for; the checkpoint is incomplete")
+            if source.shape(name) != shape:
+                raise ValueError(
+                    f"{source.path}: tensor {name} has shape {list(source.shape(name))} but the configuration implies {list(shape)}; "
+                    "the weights and the configuration do not belong together"
+                )
+
+
+def target_tensors(params: TargetParams, config: TransformerConfig, prefix: str = "model.") -> dict[str, np.ndarray]:
+    """The checkpoint tensors of a target: the inverse of `target_leaves`."""
+    tensors = {f"{prefix}embed_tokens.weight": np.asarray(params.embed), f"{prefix}norm.weight": np.asarray(params.final_norm)}
+    if params.lm_head is not None:
+        tensors["lm_head.weight"] = np.ascontiguousarray(np.asarray(params.lm_head).T)
+    for index in range(config.num_layers):
+        layer = params.layers[index] if isinstance(params.layers, tuple) else jax.tree.map(lambda x, i=index: x[i], params.layers)
+        tensors |= layer_tensors(layer, config, f"{prefix}layers.{index}.")
+    return tensors
+
+
+def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[str, np.ndarray]:
+    """The checkpoint tensors of one decoder layer: the inverse of `layer_leaves`."""
+    d, e, queries = config.hidden_size, config.head_dim, config.queries_per_kv
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    qkv = np.moveaxis(np.asarray(layer.qkv), 0, -1)  # [G, H/G + 2, E, D]
+    parts = {"q_proj": slice(0, queries), "k_proj": slice(queries, queries + 1), "v_proj": slice(queries + 1, queries + 2)}
+    tensors = {f"{attention}{name}.weight": np.ascontiguousarray(qkv[:, part].reshape(-1, d)) for name, part in parts.items()}
+    if layer.qkv_bias is not None:
+        bias = np.asarray(layer.qkv_bias)
+        tensors |= {f"{attention}{name}.bias": np.ascontiguousarray(bias[:, part].reshape(-1)) for name, part in parts.items()}
+    gate_up = np.asarray(layer.gate_up)
+    tensors |= {
+        f"{prefix}input_layernorm.weight": np.asarray(layer.input_norm),
+        f"{prefix}post_attention_layernorm.weight": np.asarray(layer.post_attention_norm),
+        f"{attention}o_proj.weight": np.ascontiguousarray(np.asarray(layer.o).reshape(config.num_heads * e, d).T),
+        f"{mlp}gate_proj.weight": np.ascontiguousarray(gate_up[:, 0].T),
+        f"{mlp}up_proj.weight": np.ascontiguousarray(gate_up[:, 1].T),
+        f"{mlp}down_proj.weight": np.ascontiguousarray(np.asarray(layer.down).T),
+    }
+    if layer.q_norm is not None:
+        tensors |= {f"{attention}q_norm.weight": np.asarray(layer.q_norm), f"{attention}k_norm.weight": np.asarray(layer.k_norm)}
+    return tensors
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> Leaf:
+    return Leaf(((name, shape),), lambda source, window: source.read(name, window))
+
+
+def _transposed(name: str, shape: tuple[int, int]) -> Leaf:
+    return Leaf(((name, shape),), lambda source, window: source.read(name, (window[1], window[0])).T)
+
+
+def _stack(layers: tuple[Layer, ...]) -> Layer:
+    return jax.tree.map(lambda *leaves: Leaf(sum((leaf.tensors for leaf in leaves), ()), _reader_of_stack(leaves)), *layers, is_leaf=is_leaf)
+
+
+def _reader_of_stack(leaves: tuple[Leaf, ...]) -> Callable[[TensorSource, Window], np.ndarray]:
+    return lambda source, window: np.stack([leaf.read(source, window[1:]) for leaf in leaves[window[0]]])
+
+
+def _head_rows(window: slice, size: int) -> slice:
+    return slice(window.start * size, window.stop * size)
+
+
+def _head_parts(config: TransformerConfig, groups: slice, parts: slice):
+    """(projection, first head, last head) runs that make up a window of [G, H/G + 2], group by group."""
+    queries = config.queries_per_kv
+    for group in range(groups.start, groups.stop):
+        if parts.start < queries:
+            yield 0, slice(group * queries + parts.start, group * queries + min(parts.stop, queries))
+        for projection in (1, 2):
+            if parts.start <= queries + projection - 1 < parts.stop:
+                yield projection, slice(group, group + 1)
+
+
+def _read_qkv(names: list[str], config: TransformerConfig, source: TensorSource, window: Window) -> np.ndarray:
+    d, groups, parts, within = window
+    e = config.head_dim
+    rows = [source.read(names[which], (_head_rows(heads, e), d)) for which, heads in _head_parts(config, groups, parts)]
+    fused = np.concatenate(rows).reshape(groups.stop - groups.start, parts.stop - parts.start, e, -1)[:, :, within]
+    return np.moveaxis(fused, -1, 0)
+
+
+def _read_qkv_bias(names: list[str], config: TransformerConfig, source: TensorSource, window: Window) -> np.ndarray:
+    groups, parts, within = window
+    e = config.head_dim
+    rows = [source.read(names[which], (_head_rows(heads, e),)) for which, heads in _head_parts(config, groups, parts)]
+    return np.concatenate(rows).reshape(groups.stop - groups.start, parts.stop - parts.start, e)[:, :, within]
+
+
+def _read_o(name: str, e: int, source: TensorSource, window: Window) -> np.ndarray:
+    heads, within, d = window
+    return source.read(name, (d, _head_rows(heads, e))).T.reshape(heads.stop - heads.start, e, -1)[:, within]
+
+
+def _read_gate_up(names: tuple[str, str], source: TensorSource, window: Window) -> np.ndarray:
+    d, which, f = window
+    return np.stack([source.read(name, (f, d)).T for name in names[which]], axis=1)
