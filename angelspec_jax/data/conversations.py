@@ -1,0 +1,126 @@
+"""Conversations in JSONL files: reading, splitting off what is held out, and counting tokens."""
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+KEYS = ("conversations", "messages")  # where a line keeps its turns
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """One conversation: its id, its domain ("" when the file names none) and its turns as {"role", "content"}."""
+
+    id: int
+    domain: str
+    messages: tuple[dict, ...]
+
+
+def read(paths: Sequence[str | Path], domains: Sequence[str] | None = None) -> list[Conversation]:
+    """The conversations of JSONL or JSONL.gz files, those of `domains` only when given.
+
+    A line without an id takes its number over all files, counted before any selection, so that a selection never moves a conversation
+    between training and validation. Raises FileNotFoundError, or ValueError naming file and line.
+    """
+    found: list[Conversation] = []
+    seen_domains: set[str] = set()
+    number = 0
+    for path in paths:
+        for line, text in _lines(Path(path)):
+            conversation = _parse(text, number, f"{path}, line {line}")
+            number += 1
+            seen_domains.add(conversation.domain)
+            if domains is None or conversation.domain in domains:
+                found.append(conversation)
+    missing = sorted(set(domains or ()) - seen_domains)
+    if missing:
+        raise ValueError(f"domain {missing[0]!r} occurs in none of {', '.join(map(str, paths))}; there are {', '.join(sorted(seen_domains))}")
+    if not found:
+        raise ValueError(f"{', '.join(map(str, paths))} holds no conversation")
+    return found
+
+
+def split(conversations: Iterable[Conversation], modulus: int) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, validation): validation are the ids divisible by `modulus`; 0 holds out nothing."""
+    training: list[Conversation] = []
+    validation: list[Conversation] = []
+    for conversation in conversations:
+        held_out = modulus > 0 and conversation.id % modulus == 0
+        (validation if held_out else training).append(conversation)
+    return training, validation
+
+
+def count_tokens(sequences: Iterable[np.ndarray], vocab_size: int) -> Int[np.ndarray, "V"]:
+    """How often each token occurs."""
+    counts = np.zeros(vocab_size, np.int64)
+    for tokens in sequences:
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def rank_vocabulary(counts: Int[np.ndarray, "V"], size: int, always: Iterable[int] = ()) -> Int[np.ndarray, "size"]:
+    """Ids of a draft vocabulary in rising order: `always`, then the most frequent, ties to the lower id (merged earlier, so commoner)."""
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"a draft vocabulary must have between 1 and {len(counts)} tokens, got {size}")
+    kept = sorted(set(always))
+    if len(kept) > size:
+        raise ValueError(f"a draft vocabulary of {size} tokens cannot hold the {len(kept)} tokens it must have")
+    if kept and not 0 <= kept[0] <= kept[-1] < len(counts):
+        raise ValueError(f"token {kept[0] if kept[0] < 0 else kept[-1]} is outside the vocabulary of {len(counts)} tokens")
+    priority = np.asarray(counts, np.int64).copy()
+    priority[kept] = np.iinfo(np.int64).max
+    order = np.argsort(-priority, kind="stable")
+    return np.sort(order[:size]).astype(np.int32)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"conversations file {path} does not exist")
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):  # noqa: B007 (the error below names the last line read)
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number + 1}: not UTF-8 text ({error.reason})") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged after line {number}: {error}; fetch or write the file again") from error
+
+
+def _parse(text: str, number: int, place: str) -> Conversation:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: must be a JSON object, found {type(record).__name__}")
+    turns = next((record[key] for key in KEYS if key in record), None)
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{place}: needs a non-empty list of turns under {' or '.join(map(repr, KEYS))}")
+    identity = record.get("id", number)
+    if type(identity) is not int:
+        # Other data sets name conversations by text: a stable hash keeps the split the same on every machine.
+        identity = zlib.crc32(str(identity).encode())
+    domain = record.get("domain", "")
+    if not isinstance(domain, str):
+        raise ValueError(f"{place}: 'domain' must be text, found {domain!r}")
+    return Conversation(identity, domain, tuple(_turn(turn, place) for turn in turns))
+
+
+def _turn(turn, place: str) -> dict:
+    if not isinstance(turn, dict):
+        raise ValueError(f"{place}: a turn must be an object with 'role' and 'content', found {type(turn).__name__}")
+    role = turn.get("role", SPEAKERS.get(turn.get("from"), turn.get("from")))
+    content = turn.get("content", turn.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError(f"{place}: a turn needs 'role' and 'content', both text, found {sorted(turn)}")
+    return {**{k: v for k, v in turn.items() if k not in ("from", "value")}, "role": role, "content": content}

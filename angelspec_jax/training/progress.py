@@ -1,0 +1,129 @@
+"""What a run says: JSONL metrics for machines, a progress bar on a terminal, plain lines elsewhere. Process 0 only."""
+
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FILE = "metrics.jsonl"
+
+
+class Journal:
+    """metrics.jsonl of a run folder; records of steps that a resumed run repeats are taken back first."""
+
+    def __init__(self, folder: Path, start_step: int, write: bool = True):
+        self._file = None
+        if not write:
+            return
+        path = folder / FILE
+        kept = [line for line in path.read_text().splitlines() if _precedes(line, start_step)] if path.exists() else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, kind: str, step: int, values: dict) -> None:
+        """One record: its kind ("train", "validation", "speculative"), the step it belongs to, and numbers."""
+        if self._file is not None:
+            record = {"kind": kind, "step": step, "time": round(time.time(), 3), **{k: _number(v) for k, v in values.items()}}
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Clock:
+    """Seconds per step. A pause (SIGSTOP, a sleeping laptop) is one long step and is not counted as training."""
+
+    PAUSE = 20.0  # times the median step
+
+    def __init__(self, spent: float = 0.0):
+        self.spent = spent  # training seconds, earlier runs included
+        self._last = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=50)
+
+    def skip(self) -> None:
+        """What happened since the last tick was no training step."""
+        self._last = time.monotonic()
+
+    def tick(self) -> float:
+        """Seconds since the last tick or skip."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        self._recent.append(seconds)
+        self.spent += min(seconds, self.PAUSE * self.median)
+        return seconds
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._recent) if self._recent else 0.0
+
+
+class Display:
+    """Progress for people: a bar on a terminal, otherwise one line each time there is something to tell."""
+
+    def __init__(self, total: int, start: int, show: bool = True, console: Console | None = None):
+        self._total, self._show = total, show
+        self._console = Console(stderr=True) if console is None else console
+        self._bar = self._task = None
+        if show and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
+                console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("training", total=total, completed=start, text="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """One line of its own."""
+        if self._show:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
+    def report(self, step: int, values: dict, seconds: float) -> None:
+        """The numbers of the last steps."""
+        if not self._show:
+            return
+        text = "  ".join(f"{name} {_short(value)}" for name, value in values.items()) + f"  {seconds:.2f} s/step"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        else:
+            print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _precedes(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # the last line of a killed run
+
+
+def _number(value):
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list | tuple):
+        return [_number(item) for item in value]
+    return {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _short(value) -> str:
+    value = _number(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(_short(item) for item in value) if isinstance(value, list) else str(value)
