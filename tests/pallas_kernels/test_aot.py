@@ -1,0 +1,71 @@
+"""Every kernel compiles with the real TPU compiler of every generation. Needs libtpu (`pip install "jax[tpu]"`), no TPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.tree_attention import tree_attention
+
+MIB = 2**20
+needs_compiler = pytest.mark.skipif(not aot.available(), reason="libtpu, the TPU compiler, is not installed")
+every_chip = pytest.mark.parametrize("chip", aot.TOPOLOGIES)
+
+
+def _tree_arguments(rows, requests, heads, groups, size, page, pages, dtype, cache_dtype):
+    array = jax.ShapeDtypeStruct
+    cache = array((requests * pages, groups, page, size), cache_dtype)
+    row = array((rows, groups, size), dtype)
+    return (
+        array((rows, heads, size), dtype),
+        *(row, row, cache, cache),
+        array((requests, pages), jnp.int32),
+        array((requests + 1,), jnp.int32),
+        array((rows, 2), jnp.uint32),
+        array((requests,), jnp.int32),
+        array((rows,), jnp.int32),
+    )
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "dtype", "cache_dtype", "window"),
+    [
+        (32, 8, 128, jnp.bfloat16, jnp.bfloat16, None),
+        (32, 8, 128, jnp.bfloat16, jnp.bfloat16, 1024),
+        (32, 8, 128, jnp.float32, jnp.float32, None),
+        (32, 8, 128, jnp.float32, jnp.bfloat16, None),
+        (9, 3, 64, jnp.bfloat16, jnp.bfloat16, None),
+        (16, 8, 256, jnp.bfloat16, jnp.bfloat16, None),
+    ],
+)
+def test_tree_attention(chip, heads, groups, size, dtype, cache_dtype, window):
+    arguments = _tree_arguments(16 * 8, 8, heads, groups, size, 128, 32, dtype, cache_dtype)
+    report = aot.compile_kernel(
+        functools.partial(tree_attention, causal=False, max_rows=16, scale=0.1, window=window), *arguments, topology=chip
+    )
+    cache_bytes = 2 * arguments[3].size * arguments[3].dtype.itemsize
+    if size % 128 == 0:  # a last axis of 64 costs a relayout copy of the pages
+        assert report.temporary_bytes < 8 * MIB < cache_bytes
+        assert report.bytes_accessed < 1.5 * cache_bytes
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize(
+    ("max_rows", "heads", "groups", "causal", "page"), [(512, 32, 8, True, 128), (64, 64, 1, False, 16), (1, 32, 8, False, 64)]
+)
+def test_tree_attention_shapes(chip, max_rows, heads, groups, causal, page):
+    arguments = _tree_arguments(max_rows * 2, 2, heads, groups, 128, page, 16, jnp.bfloat16, jnp.bfloat16)
+    aot.compile_kernel(functools.partial(tree_attention, causal=causal, max_rows=max_rows, scale=0.1), *arguments, topology=chip)
+
+
+def test_a_missing_compiler_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"needs its compiler, libtpu.*pip install"):
+        aot.compile_kernel(lambda x: x, jnp.zeros(8))
