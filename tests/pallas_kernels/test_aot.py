@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import aot
+from pallas_kernels.cache_commit import cache_commit
 from pallas_kernels.tree_attention import tree_attention
 
 MIB = 2**20
@@ -69,3 +70,20 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     with pytest.raises(RuntimeError, match=r"needs its compiler, libtpu.*pip install"):
         aot.compile_kernel(lambda x: x, jnp.zeros(8))
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize("layers", [None, 4])
+@pytest.mark.parametrize(("page", "size", "dtype"), [(128, 128, jnp.bfloat16), (64, 256, jnp.float32)])
+def test_cache_commit(chip, layers, page, size, dtype):
+    array, rows, requests, pages = jax.ShapeDtypeStruct, 128, 8, 4096 // page
+    lead = () if layers is None else (layers,)
+    cache, new = array((*lead, requests * pages, 8, page, size), dtype), array((*lead, rows, 8, size), dtype)
+    row = array((rows,), jnp.int32)
+    arguments = (cache, new, array((requests, pages), jnp.int32), row, row, array((rows,), jnp.bool_))
+    commit = cache_commit if layers is None else jax.vmap(cache_commit, in_axes=(0, 0, None, None, None, None))
+    report = aot.compile_kernel(commit, *arguments, topology=chip, donate=(0,))
+    assert report.aliased_bytes == cache.size * cache.dtype.itemsize  # written in place
+    assert report.temporary_bytes < 8 * MIB
