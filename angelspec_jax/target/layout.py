@@ -53,7 +53,7 @@ def target_leaves(config: TransformerConfig, prefix: str = "model.") -> TargetPa
         embed=_plain(f"{prefix}embed_tokens.weight", vocab),
         layers=_stack(layers) if config.scan_layers else layers,
         final_norm=_plain(f"{prefix}norm.weight", vocab[1:]),
-        lm_head=None if config.tie_embeddings else _transposed("lm_head.weight", vocab),
+        lm_head=None if config.tie_embeddings else _plain("lm_head.weight", vocab),
     )
 
 
@@ -108,7 +108,7 @@ def target_tensors(params: TargetParams, config: TransformerConfig, prefix: str 
     """The checkpoint tensors of a target: the inverse of `target_leaves`."""
     tensors = {f"{prefix}embed_tokens.weight": np.asarray(params.embed), f"{prefix}norm.weight": np.asarray(params.final_norm)}
     if params.lm_head is not None:
-        tensors["lm_head.weight"] = np.ascontiguousarray(np.asarray(params.lm_head).T)
+        tensors["lm_head.weight"] = np.asarray(params.lm_head)
     for index in range(config.num_layers):
         layer = params.layers[index] if isinstance(params.layers, tuple) else jax.tree.map(lambda x, i=index: x[i], params.layers)
         tensors |= layer_tensors(layer, config, f"{prefix}layers.{index}.")

@@ -156,6 +156,7 @@ def read_params(tensors: layout.TensorSource, config: TransformerConfig, leaves,
         wanted = np.dtype(spec.dtype or dtype)
         if mesh is None:
             whole = leaf.read(tensors, tuple(slice(0, size) for size in spec.shape))
+            assert whole.shape == spec.shape, f"{leaf.tensors[0][0]} assembled as {whole.shape}, declared as {spec.shape}"
             return jnp.asarray(np.ascontiguousarray(whole, wanted))
         seen: dict[tuple, np.ndarray] = {}  # replicas ask for the same window
 
