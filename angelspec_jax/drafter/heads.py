@@ -108,14 +108,12 @@ def propose(
         jnp.zeros((requests, depth, size), jnp.float32),
         jnp.zeros((requests, depth), jnp.float32),
     )
-    drafted, _, _, tokens, probabilities, survivals = jax.lax.while_loop(worthwhile, step, start)
+    _, _, _, tokens, probabilities, survivals = jax.lax.while_loop(worthwhile, step, start)
     target_ids = ids if shared.draft_ids is None else shared.draft_ids[ids]
     return Draft(
         tokens=tokens,
-        parents=jnp.broadcast_to(jnp.arange(-1, depth - 1, dtype=jnp.int32), (requests, depth)),
         q=OneHot() if noise is None else Sparse(target_ids, probabilities),
         survival=survivals,
-        depth=jnp.broadcast_to(drafted, (requests,)),
     )
 
 

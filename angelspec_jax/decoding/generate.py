@@ -1,0 +1,170 @@
+"""Whole generations: one jitted program for notebooks and batch jobs, or step by step for streaming."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from angelspec_jax.decoding.sampling import Sampling, make_sampling
+from angelspec_jax.decoding.step import DecodeState, Plan, Policy, Statistics, Weights, prefill, speculative_step
+from angelspec_jax.drafter import block
+from angelspec_jax.target import kv_cache
+
+
+@struct.dataclass
+class Generation:
+    """`tokens[r, prompt_length[r] : length[r]]` is what request r said, its stop token included."""
+
+    tokens: Int[Array, "R S"]
+    prompt_length: Int[Array, "R"]
+    length: Int[Array, "R"]
+    statistics: Statistics
+
+    def texts(self) -> list[list[int]]:
+        """The generated token ids of every request."""
+        tokens, start, end = (np.asarray(x) for x in (self.tokens, self.prompt_length, self.length))
+        return [tokens[r, start[r] : end[r]].tolist() for r in range(len(start))]
+
+
+def generate(
+    plan: Plan,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    capacity: int | None = None,
+) -> Generation:
+    """Decode a batch of prompts to their ends in one compiled program.
+
+    `capacity` (tokens a request can hold, prompt included) is a static shape: fix it to serve prompts of any length without recompiling.
+    Raises ValueError for an empty prompt, a token id outside the vocabulary, or a request that does not fit.
+    """
+    state, policy = start(plan, weights, prompts, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
+    prompt_length = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    state = _run(plan, weights, policy, state)
+    return Generation(state.tokens, prompt_length, state.length, state.statistics)
+
+
+def stream(
+    plan: Plan,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    capacity: int | None = None,
+) -> Iterator[list[list[int]]]:
+    """Decode step by step; yields the new tokens of every request after each step. Same step, same text as `generate`."""
+    state, policy = start(plan, weights, prompts, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
+    state = _prefill(plan, weights, state)
+    pending = None
+    while True:
+        state, emitted = _step(plan, weights, policy, state)
+        # One step ahead of the device: the next step is queued before this one's tokens are read.
+        current = (emitted, jnp.all(state.finished))
+        if pending is not None:
+            yield _split(pending[0])
+            if bool(pending[1]):
+                return
+        pending = current
+
+
+def start(
+    plan: Plan,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    capacity: int | None = None,
+) -> tuple[DecodeState, Policy]:
+    """Check the prompts and lay out the state of a generation that has not begun."""
+    requests = len(prompts)
+    if requests == 0:
+        raise ValueError("prompts is empty; give at least one")
+    new_tokens = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (requests,))
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    _check(plan, prompts, lengths, new_tokens)
+    needed = int((lengths + new_tokens).max())
+    capacity = _bucket(needed) if capacity is None else capacity
+    if needed > capacity:
+        worst = int((lengths + new_tokens).argmax())
+        raise ValueError(
+            f"prompt {worst} has {lengths[worst]} tokens and asks for {new_tokens[worst]} more, over the capacity of {capacity}; "
+            "shorten it, lower max_new_tokens or raise capacity"
+        )
+    tokens = np.zeros((requests, capacity), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    dtype = weights.target.embed.dtype
+    drafts = plan.budgets[-1]
+    state = DecodeState(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(lengths),
+        limit=jnp.asarray(lengths + new_tokens),
+        finished=jnp.asarray(new_tokens <= 0),
+        sampling=make_sampling(requests) if sampling is None else sampling,
+        cache=kv_cache.create(plan.target, requests, capacity, dtype),
+        drafter=None if plan.drafter is None else block.create_state(plan.drafter, requests, capacity, dtype),
+        statistics=Statistics(
+            jnp.zeros(requests, jnp.int32), jnp.zeros((requests, drafts), jnp.int32), jnp.zeros((requests, drafts), jnp.int32)
+        ),
+    )
+    return state, even_policy(plan) if policy is None else policy
+
+
+def even_policy(plan: Plan) -> Policy:
+    """Always the largest budget, drafting to full depth."""
+    costs = np.full(len(plan.budgets), 1e6, np.float32)
+    costs[-1] = 1.0
+    return Policy(jnp.asarray(costs), jnp.float32(0.0))
+
+
+def _check(plan: Plan, prompts, lengths, new_tokens) -> None:
+    for row, prompt in enumerate(prompts):
+        if lengths[row] == 0:
+            raise ValueError(f"prompt {row} is empty; a prompt needs at least one token")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= plan.target.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"prompt {row} holds token id {bad}, outside the vocabulary of {plan.target.vocab_size} tokens")
+        if new_tokens[row] < 0:
+            raise ValueError(f"max_new_tokens must not be negative, got {new_tokens[row]} for prompt {row}")
+        if lengths[row] + new_tokens[row] > plan.target.max_positions:
+            raise ValueError(
+                f"prompt {row} has {lengths[row]} tokens and asks for {new_tokens[row]} more, over the model's context of "
+                f"{plan.target.max_positions}; shorten it or lower max_new_tokens"
+            )
+
+
+def _bucket(length: int) -> int:
+    """Few distinct capacities, so that few programs are compiled."""
+    size = 128
+    while size < length:
+        size += size // 2 if size >= 256 else size
+    return size
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _run(plan: Plan, weights: Weights, policy: Policy, state: DecodeState) -> DecodeState:
+    state = prefill(plan, weights, state)
+    return jax.lax.while_loop(
+        lambda state: ~jnp.all(state.finished), lambda state: speculative_step(plan, weights, policy, state)[0], state
+    )
+
+
+_step = jax.jit(speculative_step, static_argnums=0, donate_argnums=3)
+_prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
+
+
+def _split(emitted) -> list[list[int]]:
+    tokens, count = np.asarray(emitted.tokens), np.asarray(emitted.count)
+    return [tokens[row, : count[row]].tolist() for row in range(len(count))]

@@ -1,0 +1,140 @@
+"""One training step of a block drafter: frozen target features, anchors, blocks, loss, update. One jitted, donated program.
+
+With a feature cache the batch carries the target's features; without one the target runs inside the step and its features never leave the
+device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from angelspec_jax.config import OptimizationSection
+from angelspec_jax.data.features import target_features
+from angelspec_jax.drafter import block
+from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.transformer import TargetParams
+from angelspec_jax.training.anchors import block_targets, gather_rows, sample_anchors
+from angelspec_jax.training.objective import Objective, block_loss
+
+VALIDATION_KEY = 0x7E57  # the anchors of a held-out batch are the same at every evaluation
+
+
+@struct.dataclass
+class TrainState:
+    step: Int[Array, ""]
+    params: block.BlockDrafter  # float32 masters
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+@struct.dataclass
+class Frozen:
+    """What training reads and never changes."""
+
+    target: TargetParams | None  # None when features come from a cache
+    embed: Float[Array, "V D"]
+    head: Float[Array, "V' D"]
+    vocab_index: Int[Array, "V"] | None  # row of each token in `head`, -1 when it has none; None = identity
+
+
+Batch = dict[str, jax.Array]
+Step = Callable[[TrainState, Frozen, Batch, int], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def vocabulary_index(draft_ids, vocabulary: int) -> Int[Array, "V"] | None:
+    """The inverse of a draft vocabulary's id table."""
+    if draft_ids is None:
+        return None
+    rows = jnp.arange(draft_ids.shape[0], dtype=jnp.int32)
+    return jnp.full((vocabulary,), -1, jnp.int32).at[draft_ids].set(rows)
+
+
+def create_state(params: block.BlockDrafter, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), key)
+
+
+def build(
+    settings: OptimizationSection, drafter: DrafterConfig, target: TransformerConfig, optimizer: optax.GradientTransformation
+) -> tuple[Step, Callable[[block.BlockDrafter, Frozen, Batch, int], dict[str, jax.Array]]]:
+    """The training step and the held-out evaluation, both jitted.
+
+    `train(state, frozen, batch, stage)` donates the state; `stage` indexes `settings.stages` and is static. `validate(params, frozen,
+    batch, stage)` computes the same metrics without an update, on anchors that depend on the batch alone.
+    """
+    objectives = [stage.objective for stage in settings.stages]
+    loss = functools.partial(_loss, settings=settings, drafter=drafter, target=target)
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+    def train(state: TrainState, frozen: Frozen, batch: Batch, stage: int):
+        key = jax.random.fold_in(state.key, state.step)
+        gradient = jax.grad(loss, has_aux=True)
+        gradients, metrics = gradient(state.params, frozen, batch, key, objectives[stage])
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its float32 scalars freely
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics["gradient_norm"] = optax.global_norm(gradients)
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def validate(params: block.BlockDrafter, frozen: Frozen, batch: Batch, stage: int):
+        return loss(params, frozen, batch, jax.random.key(VALIDATION_KEY), objectives[stage])[1]
+
+    return train, validate
+
+
+def _loss(
+    params: block.BlockDrafter,
+    frozen: Frozen,
+    batch: Batch,
+    key: jax.Array,
+    objective: Objective,
+    *,
+    settings: OptimizationSection,
+    drafter: DrafterConfig,
+    target: TransformerConfig,
+) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
+    dtype = jnp.dtype(settings.compute_dtype)
+    tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype)
+    length = tokens.shape[1]
+    valid = jnp.arange(length)[None] < batch["lengths"][:, None]
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    anchors, keep = sample_anchors(
+        key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid
+    )
+    targets = block_targets(
+        tokens, loss_mask, anchors, keep, drafter.block_size, drafter.layout, drafter.mask_token, documents=None, positions=positions
+    )
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    states = block.training_hidden(params, drafter, frozen.embed, features, positions, anchors, keep, targets.block_tokens)
+    states = block.teacher_forced(params, drafter, frozen.embed, states, targets.previous)
+    labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
+    head = functools.partial(_head, rows=frozen.head)
+    return block_loss(
+        objective,
+        states,
+        gather_rows(hidden, targets.teacher_index),
+        labels,
+        targets.weight_mask,
+        head,
+        layout=drafter.layout,
+        chunk=settings.chunk,
+    )
+
+
+def _head(hidden: Float[Array, "N D"], rows: Float[Array, "V' D"]) -> Float[Array, "N V'"]:
+    return jnp.einsum("nd,vd->nv", hidden, rows.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def _features(frozen: Frozen, batch: Batch, target: TransformerConfig, taps: Sequence[int], dtype):
+    if "features" in batch:
+        return batch["features"].astype(dtype), batch["hidden"].astype(dtype)
+    both = jax.lax.stop_gradient(target_features(frozen.target, target, batch["tokens"], tuple(taps), dtype))
+    return both[:, :, :-1], both[:, :, -1]
