@@ -1,0 +1,177 @@
+"""Drafters bound to a target: loaded from disk, made anew for training, saved."""
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from angelspec_jax.drafter import layouts
+from angelspec_jax.drafter.block import BlockDrafter, drafter_specs
+from angelspec_jax.drafter.card import DrafterCard, card_for, check_shapes, check_target
+from angelspec_jax.drafter.config import FAMILIES, DrafterConfig, default_taps
+from angelspec_jax.drafter.context import fusion_prior
+from angelspec_jax.drafter.layout_settings import check_draft_ids
+from angelspec_jax.drafter.types import Shared
+from angelspec_jax.mesh import shardings
+from angelspec_jax.params import initialize, map_params
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.transformer import head_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A drafter ready to draft for one target."""
+
+    params: BlockDrafter
+    config: DrafterConfig
+    shared: Shared  # the target's embedding and head rows
+    card: DrafterCard
+    name: str
+
+
+def load_drafter(
+    source,
+    target,
+    *,
+    dtype=None,
+    mesh: Mesh | None = None,
+    thinking: str | None = None,
+    allow_template_mismatch: bool = False,
+    **overrides: Any,
+) -> Drafter:
+    """Load a drafter directory for `target` (with `params`, `config`, `name` and `chat_template`).
+
+    Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides` answer
+    what the checkpoint leaves open (`layout_settings.Overrides`). ValueError in one sentence when the drafter does not fit the target.
+    """
+    params, config, card, draft_ids = layouts.read(source, **overrides)
+    check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)
+    specs = drafter_specs(config)
+    dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
+    params = jax.tree.map(lambda leaf, spec: np.asarray(leaf, spec.dtype or dtype), params, specs)
+    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids), card, Path(source).resolve().name)
+
+
+def create_drafter(
+    target, key: jax.Array, *, dtype=jnp.float32, mesh: Mesh | None = None, draft_ids=None, name="new", **options: Any
+) -> Drafter:
+    """A randomly initialized drafter for `target`, to be trained; `options` are those of `drafter_config`.
+
+    A hidden correction starts at zero and the fusion weights at `fusion_prior`. `draft_ids` int32[V'], ascending token ids, reduce the
+    vocabulary the drafter proposes from.
+    """
+    ids = None if draft_ids is None else check_draft_ids(draft_ids, target.config.vocab_size)
+    config = drafter_config(target.config, draft_vocab=None if ids is None else len(ids), **options)
+    specs = drafter_specs(config)
+    params = initialize(specs, key, dtype)
+    if params.context.fusion is not None:
+        prior = jnp.asarray(fusion_prior(config.transformer.num_layers, len(config.taps)))
+        params = params.replace(context=params.context.replace(fusion=prior))
+    drafter = Drafter(place(params, specs, mesh), config, share(target.params, ids), card_for(target, config), name)
+    check_shapes(config, target)
+    return drafter
+
+
+def save_drafter(path, drafter: Drafter, *, layout: str | None = None, dtype=None) -> None:
+    """Write a drafter directory in a layout of `layouts.EXPORTS`, matrices as `dtype` (default: as they are).
+
+    The directory appears complete or not at all: it is written beside its place and renamed; what was there is replaced at the end.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    params = jax.tree.map(np.asarray, jax.device_get(drafter.params))
+    if dtype is not None:
+        wanted = jnp.dtype(dtype)
+        params = jax.tree.map(lambda leaf: leaf.astype(wanted), params)
+    ids = drafter.shared.draft_ids
+    copies = {}
+    if layout == "deepspec" or (layout is None and drafter.config.layout == "anchor_first"):
+        copies = {"embed": np.asarray(drafter.shared.embed), "lm_head": np.asarray(drafter.shared.head)}
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        fresh = work / "new"
+        layouts.write(fresh, params, drafter.config, drafter.card, layout, draft_ids=None if ids is None else np.asarray(ids), **copies)
+        replaced = path.exists()
+        if replaced:
+            os.replace(path, work / "old")
+        try:
+            os.replace(fresh, path)
+        except OSError:
+            if replaced:
+                os.replace(work / "old", path)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def drafter_config(
+    target: TransformerConfig,
+    *,
+    mask_token: int,
+    family: str = "dfly",
+    block_size: int = 8,
+    num_layers: int = 3,
+    taps: tuple[int, ...] | int = 5,
+    layout: str = "same_position",
+    context: str | None = None,
+    head: str | None = None,
+    correction_size: int | None = None,
+    draft_vocab: int | None = None,
+    **transformer: Any,
+) -> DrafterConfig:
+    """Configuration of a new drafter for a target: its width, vocabulary and rope, Qwen3-style layers with q/k norms.
+
+    `taps` are 0-based target layers or how many to spread evenly; `family` decides `context` and `head` unless they are given. Further options
+    are fields of TransformerConfig for the draft layers (`intermediate_size`, `num_heads`, ...), by default the target's.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"drafter family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    fixed = {"hidden_size", "vocab_size", "scan_layers", "tie_embeddings", "num_layers", "attention_bias", "sliding_window"}
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)} - fixed
+    for option in transformer:
+        if option not in fields:
+            raise ValueError(f"a drafter has no option {option!r}; the options of its layers are {', '.join(sorted(fields))}")
+    own: dict[str, Any] = {"num_layers": num_layers, "qk_norm": "before_rope", "attention_bias": False}
+    own |= {"tie_embeddings": False, "sliding_window": None, "scan_layers": False}
+    family_context, family_head = FAMILIES[family]
+    return DrafterConfig(
+        family=family,
+        transformer=dataclasses.replace(target, **(own | transformer)),
+        block_size=block_size,
+        mask_token=mask_token,
+        taps=default_taps(target.num_layers, taps) if isinstance(taps, int) else tuple(taps),
+        target_num_layers=target.num_layers,
+        layout=layout,
+        context=context or family_context,
+        head=head or family_head,
+        correction_size=correction_size,
+        draft_vocab=draft_vocab,
+    )
+
+
+def share(target_params, draft_ids=None) -> Shared:
+    """The target's weights a drafter borrows; the head rows of a reduced vocabulary are gathered once."""
+    head = head_rows(target_params)
+    if draft_ids is None:
+        return Shared(target_params.embed, head)
+    ids = jnp.asarray(draft_ids, jnp.int32)
+    return Shared(target_params.embed, jnp.take(head, ids, axis=0), ids)
+
+
+def place(params: BlockDrafter, specs: BlockDrafter, mesh: Mesh | None) -> BlockDrafter:
+    """Parameters on the devices: sharded by their logical axes, or on the default device without a mesh."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, params)
+
+    def put(spec, leaf, sharding):
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(spec.shape, sharding, lambda index: host[index])
+
+    return map_params(put, specs, params, shardings(mesh, specs))
