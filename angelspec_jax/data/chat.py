@@ -86,13 +86,13 @@ def _locate(template: str, messages: Sequence[Message], turn: int, text: str, to
     marked = [*messages[:turn], {"role": "assistant", "content": SENTINEL}, *messages[turn + 1 :]]
     before, found, after = render(template, marked, tokenizer=tokenizer, **switches).partition(SENTINEL)
     if not found or SENTINEL in after:
-        raise ValueError(f"the chat template does not show the assistant's words of message {turn} exactly once, so they cannot be learnt from")
+        raise ValueError(f"the chat template does not show the assistant's words of message {turn} exactly once; it cannot be learnt")
     stop = len(text) - len(after)
     start = len(prompt) if text.startswith(prompt) else len(before) if text.startswith(before) else None
     if start is None or start > stop or not text.endswith(after):
         raise ValueError(
-            f"the chat template renders what surrounds message {turn} differently once its answer is known, so the assistant's words cannot be "
-            "located; use last_turn_only, or a template whose prompts are prefixes of its conversations"
+            f"the chat template renders what surrounds message {turn} differently once its answer is known, so the assistant's words "
+            "cannot be located; use last_turn_only, or a template whose prompts are prefixes of its conversations"
         )
     return start, stop
 

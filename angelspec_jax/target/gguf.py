@@ -12,14 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from angelspec_jax.target.config import Rope, TransformerConfig
-from angelspec_jax.target.layout import Window
+from angelspec_jax.target.layout import Window, check_depth
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # llama.cpp's names, in terms of the Hugging Face names that layout.py asks for.
-OUTER_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -121,9 +125,12 @@ def open_gguf(path: str | Path) -> GgufFile:
             raise ValueError(f"{path} is not a readable GGUF file: {error}; download it again") from None
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"{path} holds a model of architecture {architecture!r}; supported GGUF architectures are {', '.join(ARCHITECTURES)}")
+        supported = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{path} holds a model of architecture {architecture!r}; supported GGUF architectures are {supported}")
     renamed = {ours: theirs for ours, theirs in OUTER_NAMES.items() if theirs in infos}
-    for layer in range(_integer(metadata, f"{architecture}.block_count", path)):
+    layers = _integer(metadata, f"{architecture}.block_count", path)
+    check_depth(layers, len(infos), path)
+    for layer in range(layers):
         for ours, theirs in LAYER_NAMES.items():
             if f"blk.{layer}.{theirs}" in infos:
                 renamed[f"model.layers.{layer}.{ours}"] = f"blk.{layer}.{theirs}"
@@ -132,7 +139,7 @@ def open_gguf(path: str | Path) -> GgufFile:
     interleaved = {name: config.head_dim for name in renamed if name.endswith(rotated)} if rotated else {}
     for name in interleaved:
         if infos[renamed[name]].shape[0] % config.head_dim:
-            raise ValueError(f"{path}: the rows of {renamed[name]} are no multiple of the head size {config.head_dim}; the file is inconsistent")
+            raise ValueError(f"{path}: {renamed[name]} does not consist of whole heads of {config.head_dim} rows; the file is inconsistent")
     return GgufFile(path, metadata, infos, renamed, interleaved)
 
 
@@ -286,7 +293,9 @@ def _locate(declared: list, base: int, size: int, path: Path) -> dict[str, Tenso
         start = base + offset
         stop = start + elements // block * block_bytes
         if stop > size:
-            raise ValueError(f"{path}: tensor {name!r} of shape {list(shape)} would end at byte {stop}, but the file has {size}; it is truncated or corrupt")
+            raise ValueError(
+                f"{path}: tensor {name!r} of shape {list(shape)} would end at byte {stop} of a file of {size}; it is truncated or corrupt"
+            )
         if name in infos:
             raise ValueError(f"{path}: tensor {name!r} occurs twice; the header is corrupt")
         infos[name] = TensorInfo(shape, quantization, start, stop)

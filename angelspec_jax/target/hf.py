@@ -63,7 +63,7 @@ def parse_config(values: dict, file: str | Path) -> TransformerConfig:
 
 
 def parse_rope(values: dict, file: str | Path) -> Rope:
-    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older); both may be there if they agree."""
+    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older); they must agree."""
     new, old = values.get("rope_parameters"), values.get("rope_scaling")
     for name, part in (("rope_parameters", new), ("rope_scaling", old)):
         if part is not None and not isinstance(part, dict):
@@ -104,7 +104,7 @@ def open_tensors(directory: str | Path) -> Checkpoint:
     except FileNotFoundError:
         pickled = sorted(directory.glob("pytorch_model*.bin"))
         if pickled and not list(directory.glob("*.safetensors*")):
-            raise ValueError(f"{directory} holds pickled weights ({pickled[0].name}), which are not read: save it again as safetensors") from None
+            raise ValueError(f"{directory} holds pickled weights ({pickled[0].name}), which are not read: save safetensors") from None
         raise
 
 
@@ -139,7 +139,7 @@ def _family(values: dict, file: str | Path) -> str:
 
 def _rope(scaling: dict, values: dict, file: str | Path) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ValueError(f"{file}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor is not supported; whole heads are rotated")
@@ -163,7 +163,8 @@ def _sliding_window(values: dict, layers: int, file: str | Path) -> int | None:
             raise ValueError(f"{file}: layer_types should name {layers} layers, one each")
         sliding = kinds.count("sliding_attention")
         if sliding + kinds.count("full_attention") != layers:
-            raise ValueError(f"{file}: layer_types holds {sorted(set(map(str, kinds)))}; only full_attention and sliding_attention are supported")
+            found = sorted(set(map(str, kinds)))
+            raise ValueError(f"{file}: layer_types holds {found}; only full_attention and sliding_attention are supported")
     elif values.get("use_sliding_window"):
         full = _integer(values, "max_window_layers", file, 0)  # the first layers attend to everything
         sliding = max(layers - full, 0)

@@ -104,6 +104,12 @@ def check(source: TensorSource, leaves) -> None:
                 )
 
 
+def check_depth(layers: int, tensors: int, path: Path) -> None:
+    """Refuse a number of layers that the checkpoint cannot hold, before anything is built layer by layer."""
+    if layers > tensors:
+        raise ValueError(f"{path} claims {layers} layers but holds only {tensors} tensors; its configuration is wrong or it is incomplete")
+
+
 def target_tensors(params: TargetParams, config: TransformerConfig, prefix: str = "model.") -> dict[str, np.ndarray]:
     """The checkpoint tensors of a target: the inverse of `target_leaves`."""
     tensors = {f"{prefix}embed_tokens.weight": np.asarray(params.embed), f"{prefix}norm.weight": np.asarray(params.final_norm)}
@@ -148,7 +154,10 @@ def _transposed(name: str, shape: tuple[int, int]) -> Leaf:
 
 
 def _stack(layers: tuple[Layer, ...]) -> Layer:
-    return jax.tree.map(lambda *leaves: Leaf(sum((leaf.tensors for leaf in leaves), ()), _reader_of_stack(leaves)), *layers, is_leaf=is_leaf)
+    def stacked(*leaves: Leaf) -> Leaf:
+        return Leaf(sum((leaf.tensors for leaf in leaves), ()), _reader_of_stack(leaves))
+
+    return jax.tree.map(stacked, *layers, is_leaf=is_leaf)
 
 
 def _reader_of_stack(leaves: tuple[Leaf, ...]) -> Callable[[TensorSource, Window], np.ndarray]:

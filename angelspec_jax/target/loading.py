@@ -203,6 +203,7 @@ def _describe_gguf(path: Path) -> Description:
 def _describe_directory(path: Path) -> Description:
     config, eos = hf.read_config(path)
     tensors = hf.open_tensors(path)
+    layout.check_depth(config.num_layers, len(tensors.names()), path)
     prefix = hf.name_prefix(tensors)
     embedding = f"{prefix}embed_tokens.weight"
     return Description(

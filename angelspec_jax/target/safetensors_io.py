@@ -80,7 +80,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             return Checkpoint(path, read_header(single))
         if index.exists():
             return _open_index(index)
-        raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json; convert its weights to safetensors")
+        raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json; save its weights as safetensors")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     return _open_index(path) if path.suffix == ".json" else Checkpoint(path, read_header(path))
@@ -92,7 +92,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
         if size < 8 or length > size - 8:
-            raise ValueError(f"{path} is {size} bytes long but its header alone would take {length + 8}; it is truncated or no safetensors file")
+            raise ValueError(f"{path} has {size} bytes but its header would take {length + 8}; it is truncated or no safetensors file")
         if length > LONGEST_HEADER:
             raise ValueError(f"{path} has a header of {length} bytes, more than the {LONGEST_HEADER} the format allows; it is corrupt")
         text = file.read(length)
@@ -124,7 +124,9 @@ def _entry(path: Path, name: str, fields, base: int, size: int) -> Entry:
     dtype = np.dtype(DTYPES[kind])
     expected, given = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
     if expected != given:
-        raise ValueError(f"{path}: tensor {name} of shape {shape} in {kind} takes {expected} bytes, but its data_offsets span {given}; the header is corrupt")
+        raise ValueError(
+            f"{path}: tensor {name} of shape {shape} in {kind} takes {expected} bytes, but its data_offsets span {given}; it is corrupt"
+        )
     if base + offsets[1] > size:
         raise ValueError(f"{path} is truncated: tensor {name} ends at byte {base + offsets[1]}, the file at {size}; download it again")
     return Entry(path, dtype, tuple(shape), base + offsets[0], base + offsets[1])
