@@ -53,15 +53,12 @@ def batches(
     return Batches(source, batch_size, max_length, seed, process_index, process_count)
 
 
-def sequential(source: Source, batch_size: int, max_length: int, limit: int | None = None) -> list[dict[str, np.ndarray]]:
-    """Batches in the order of the source, for validation; the last one is filled up with rows that supervise nothing."""
-    count = len(source) if limit is None else min(len(source), limit * batch_size)
-    result = []
-    for start in range(0, count, batch_size):
-        samples = [source[index] for index in range(start, min(start + batch_size, count))]
+def sequential(source: Source, indices: Sequence[int], batch_size: int, max_length: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of chosen samples in order, for validation; the last one is filled up with rows that supervise nothing."""
+    for start in range(0, len(indices), batch_size):
+        samples = [source[index] for index in indices[start : start + batch_size]]
         empty = {**samples[-1], "loss_mask": np.zeros_like(samples[-1]["loss_mask"])}
-        result.append(pad(samples + [empty] * (batch_size - len(samples)), max_length))
-    return result
+        yield pad(samples + [empty] * (batch_size - len(samples)), max_length)
 
 
 def pad(samples: Sequence[Sample], length: int) -> dict[str, np.ndarray]:

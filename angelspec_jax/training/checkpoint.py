@@ -1,6 +1,6 @@
 """Checkpoints of a run: Orbax, written in the background, the last few kept, restored bit for bit onto any mesh.
 
-One checkpoint holds the whole training state (parameters, optimizer, random key, step) and the run's config.
+One checkpoint holds the whole training state (parameters, optimizer, random key, step) and a JSON record (the run's config, seconds spent).
 """
 
 from pathlib import Path
@@ -32,11 +32,14 @@ class Checkpoints:
         """Step of the newest complete checkpoint, None when there is none."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state, config: dict[str, Any]) -> None:
-        """Start writing `state`; returns once it is copied off the devices. An error of this or the previous save is one sentence (OSError)."""
+    def save(self, step: int, state, record: dict[str, Any]) -> None:
+        """Start writing `state`, and `record` as JSON; returns once the state is copied off the devices.
+
+        An error of this or of the previous save raises OSError with one sentence.
+        """
         try:
             self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(_without_keys(state)), config=ocp.args.JsonSave(config))
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(_without_keys(state)), record=ocp.args.JsonSave(record))
             )
         except Exception as error:
             raise self._failure(step, error) from error
@@ -49,9 +52,9 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(None, error) from error
 
-    def read_config(self, step: int) -> dict[str, Any]:
-        """The config that wrote this checkpoint."""
-        return self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
+    def read_record(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of a step."""
+        return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
 
     def restore(self, step: int, like):
         """The state of a step with the tree, dtypes and shardings of `like` (arrays or shape-dtype structs)."""
@@ -101,7 +104,10 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
 
 
 def _with_key(like, leaf):
-    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+    if not _is_key(like):
+        return leaf
+    impl = None if isinstance(like, jax.ShapeDtypeStruct) else jax.random.key_impl(like)  # None: the default kind
+    return jax.random.wrap_key_data(leaf, impl=impl)
 
 
 def _root(error: BaseException) -> BaseException:

@@ -30,7 +30,7 @@ class Journal:
     def write(self, kind: str, step: int, values: dict) -> None:
         """One record: its kind ("train", "validation", "speculative"), the step it belongs to, and numbers."""
         if self._file is not None:
-            record = {"kind": kind, "step": step, "time": round(time.time(), 3), **{k: _number(v) for k, v in values.items()}}
+            record = {"kind": kind, "step": step, "time": round(time.time(), 3), **{k: numbers(v) for k, v in values.items()}}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
 
@@ -69,16 +69,19 @@ class Clock:
 class Display:
     """Progress for people: a bar on a terminal, otherwise one line each time there is something to tell."""
 
-    def __init__(self, total: int, start: int, show: bool = True, console: Console | None = None):
+    def __init__(self, total: int, show: bool = True, console: Console | None = None):
         self._total, self._show = total, show
         self._console = Console(stderr=True) if console is None else console
         self._bar = self._task = None
-        if show and self._console.is_terminal:
+
+    def start(self, step: int) -> None:
+        """Training begins (again) after this step."""
+        if self._show and self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
                 console=self._console,
             )  # fmt: skip
-            self._task = self._bar.add_task("training", total=total, completed=start, text="")
+            self._task = self._bar.add_task("training", total=self._total, completed=step, text="")
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -112,18 +115,19 @@ def _precedes(line: str, step: int) -> bool:
         return False  # the last line of a killed run
 
 
-def _number(value):
+def numbers(value):
+    """Plain Python numbers of six digits for whatever nesting of arrays, lists and mappings, as JSON takes them."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list | tuple):
-        return [_number(item) for item in value]
-    return {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [numbers(item) for item in value]
+    return {k: numbers(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _short(value) -> str:
-    value = _number(value)
+    value = numbers(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return " ".join(_short(item) for item in value) if isinstance(value, list) else str(value)
