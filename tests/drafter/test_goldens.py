@@ -61,7 +61,7 @@ def test_angelspec_block(golden, case):
         _close(ours, io["out.ctx" if "out.ctx" in io else f"out.ctx{index if f'out.ctx{index}' in io else 0}"][0])
 
     length = features.shape[0]
-    state = _digest(params, config, features, 0, create_state(config, 1, length))
+    state = _digest(params, config, features, 0, block.create_state(config, 1, length))
     anchor, prefix = jnp.asarray(io["in.anchor_token"], jnp.int32), jnp.asarray([length], jnp.int32)
     _check_layers(params, config, shared, anchor, prefix, state, [io["out.layer0"], io["out.layer1"]])
     hidden = block_hidden(params, config, shared, anchor, prefix, state)
@@ -86,7 +86,7 @@ def test_two_rounds_share_the_draft_cache(golden, case):
     embed = io["in.target_embed_weight"] if "in.target_embed_weight" in io else stored["embed_tokens.weight"]
     head = io["in.target_lm_head_weight"] if "in.target_lm_head_weight" in io else stored["lm_head.weight"]
     shared = Shared(jnp.asarray(embed), jnp.asarray(head))
-    state, seen = create_state(config, 1, 40), 0
+    state, seen = block.create_state(config, 1, 40), 0
     for turn in ("r1", "r2"):
         width = config.transformer.hidden_size
         features = jnp.asarray(io[f"in.{turn}.target_hidden"][0]).reshape(-1, len(config.taps), width)
