@@ -16,11 +16,15 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One conversation: its id, its domain ("" when the file names none) and its turns as {"role", "content"}."""
+    """One conversation: its id, its domain ("" when the file names none) and its turns as {"role", "content"}.
+
+    `finished` is False when a length limit cut the last answer: what would end its turn was never said.
+    """
 
     id: int
     domain: str
     messages: tuple[dict, ...]
+    finished: bool = True
 
 
 def read(paths: Sequence[str | Path], domains: Sequence[str] | None = None) -> list[Conversation]:
@@ -113,7 +117,10 @@ def _parse(text: str, number: int, place: str) -> Conversation:
     domain = record.get("domain", "")
     if not isinstance(domain, str):
         raise ValueError(f"{place}: 'domain' must be text, found {domain!r}")
-    return Conversation(identity, domain, tuple(_turn(turn, place) for turn in turns))
+    finished = record.get("finished", True)
+    if not isinstance(finished, bool):
+        raise ValueError(f"{place}: 'finished' must be true or false, found {finished!r}")
+    return Conversation(identity, domain, tuple(_turn(turn, place) for turn in turns), finished)
 
 
 def _turn(turn, place: str) -> dict:

@@ -20,79 +20,74 @@ from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.target.loading import Target
 
 GIB = 1024**3
+PAST = {"drop": "dropped", "truncate": "truncated", "split": "split"}
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequences:
-    """Tokenized conversations with random access; `domains[i]` is where sequence i comes from."""
-
-    samples: tuple[dict, ...]  # {"tokens": int32[S], "loss_mask": bool[S]}
-    domains: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.samples[index]
-
-
-@dataclasses.dataclass(frozen=True)
 class Part:
-    """A contiguous part of a source."""
+    """Some samples of a source: what is trained on, or what is held out."""
 
     source: pipeline.Source
-    start: int
-    stop: int
+    indices: tuple[int, ...]
+    domains: tuple[str, ...]  # of every sample of the part
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> pipeline.Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.source[self.start + index]
+        return self.source[self.indices[index]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is trained on and what is held out."""
+    """Tokenized conversations, in the order of their files, and which of them are held out."""
 
-    training: Sequences
-    validation: Sequences
+    samples: tuple[dict[str, np.ndarray], ...]  # {"tokens": int32[S], "loss_mask": bool[S]}
+    training: Part
+    validation: Part
     validation_conversations: tuple[reading.Conversation, ...]
 
+    def over(self, source: pipeline.Source) -> tuple[Part, Part]:
+        """(training, validation) of another source with the same samples: the feature cache."""
+        return dataclasses.replace(self.training, source=source), dataclasses.replace(self.validation, source=source)
 
-def read_conversations(config: TrainConfig) -> tuple[list[reading.Conversation], list[reading.Conversation]]:
-    """(training, validation) of the data section; both hold something unless nothing is to be held out."""
+
+def read_conversations(config: TrainConfig) -> list[reading.Conversation]:
+    """The conversations of the data section; some are left to train on."""
     data = config.data
-    training, validation = reading.split(reading.read(data.files, data.domains), data.validation_modulus)
-    if not training:
-        raise ValueError(f"validation_modulus {data.validation_modulus} holds out every conversation of {', '.join(data.files)}; raise it")
-    return training, validation
+    found = reading.read(data.files, data.domains)
+    if not reading.split(found, data.validation_modulus)[0]:
+        raise ValueError(f"data.validation_modulus {data.validation_modulus} holds out every conversation of {', '.join(data.files)}; raise it")
+    return found
 
 
-def encode(
-    config: TrainConfig, target: Target, training: Sequence[reading.Conversation], validation: Sequence[reading.Conversation], say: Say
-) -> Data:
+def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.Conversation], say: Say) -> Data:
     """Tokenized data of a run; what did not fit is said, never silent."""
     if target.tokenizer is None:
         raise ValueError(f"target {target.name} has no tokenizer, which training on conversations needs")
     if target.chat_template is None:
         raise ValueError(f"target {target.name} has no chat template, which training on conversations needs")
+    section = config.data
+    encoded = [_encode(config, target, conversation) for conversation in conversations]
+    kept, report = pipeline.fit(encoded, section.max_length, section.overlong, section.min_supervised)
+    samples = tuple({"tokens": sample["tokens"], "loss_mask": sample["loss_mask"]} for sample in kept)
+    _, validation = reading.split(conversations, section.validation_modulus)
+    held_out = {conversation.id for conversation in validation}
     parts = []
-    for name, part in (("training", training), ("validation", validation)):
-        sequences, report = _encode_part(config, target, part)
-        parts.append(sequences)
-        tokens = sum(len(sample["tokens"]) for sample in sequences.samples)
-        supervised = sum(int(sample["loss_mask"].sum()) for sample in sequences.samples)
-        say(
-            f"{name}: {len(sequences)} sequences, {tokens} tokens, {supervised} supervised; {report['overlong']} longer than "
-            f"{config.data.max_length} ({_past(config.data.overlong)}), {report['unsupervised']} left out for want of supervised tokens"
-        )
-    if not len(parts[0]):
-        raise ValueError(f"no conversation of {', '.join(config.data.files)} can be trained on: raise data.max_length or set data.overlong=split")
-    return Data(parts[0], parts[1], tuple(validation))
+    for name, wanted in (("training", False), ("validation", True)):
+        indices = tuple(i for i, sample in enumerate(kept) if (sample["id"] in held_out) == wanted)
+        parts.append(Part(samples, indices, tuple(kept[i]["domain"] for i in indices)))
+        tokens = sum(len(samples[i]["tokens"]) for i in indices)
+        supervised = sum(int(samples[i]["loss_mask"].sum()) for i in indices)
+        say(f"{name}: {len(indices)} sequences, {tokens} tokens, {supervised} supervised")
+    say(
+        f"{report['overlong']} conversations are longer than {section.max_length} tokens ({PAST[section.overlong]}); "
+        f"{report['unsupervised']} have fewer than {section.min_supervised} supervised tokens (left out)"
+    )
+    if not parts[0]:
+        raise ValueError(f"no conversation of {', '.join(section.files)} can be trained on: raise data.max_length or set data.overlong=split")
+    return Data(samples, *parts, tuple(validation))
 
 
 def drafter_options(section: DrafterSection, target: Target) -> dict[str, Any]:
@@ -138,43 +133,38 @@ def mask_token(value: int | str, target: Target) -> int:
 
 def check_mask_token(token: int, data: Data, target: Target) -> None:
     """Raise ValueError when the data contains the mask token: the drafter could not tell a hole from a word."""
-    for sequences in (data.training, data.validation):
-        for sample in sequences.samples:
-            if np.any(sample["tokens"] == token):
-                text = "" if target.tokenizer is None else f" ({target.tokenizer.decode([token], skip_special_tokens=False)!r})"
-                raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
+    for sample in data.samples:
+        if np.any(sample["tokens"] == token):
+            text = "" if target.tokenizer is None else f" ({target.tokenizer.decode([token], skip_special_tokens=False)!r})"
+            raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
 
 
 def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
     """Target ids of the draft head's rows: what ends a turn, and the answers' most frequent tokens. None for the whole vocabulary."""
     if config.draft_vocab is None:
         return None
-    answers = (sample["tokens"][sample["loss_mask"]] for sample in data.training.samples)
+    answers = (sample["tokens"][sample["loss_mask"]] for sample in map(data.training.__getitem__, range(len(data.training))))
     counts = reading.count_tokens(answers, target.config.vocab_size)
     return reading.rank_vocabulary(counts, config.draft_vocab, target.eos_ids)
 
 
-def cached(config: TrainConfig, target: Target, taps: tuple[int, ...], data: Data, say: Say) -> tuple[pipeline.Source, pipeline.Source]:
+def cached(config: TrainConfig, target: Target, taps: tuple[int, ...], data: Data, say: Say) -> tuple[Part, Part]:
     """(training, validation) with the target's features from disk, computed now where they are missing."""
     folder = Path(config.data.cache)
-    both = [*data.training.samples, *data.validation.samples]
-    samples = [(sample["tokens"], sample["loss_mask"]) for sample in both]
-    tokens = sum(len(sample["tokens"]) for sample in both)
-    need = features.size_estimate(tokens, len(taps), target.config.hidden_size)
-    say(f"features of {len(both)} sequences take {need / GIB:.2f} GiB in {folder}")
+    samples = [(sample["tokens"], sample["loss_mask"]) for sample in data.samples]
+    need = features.size_estimate(sum(len(tokens) for tokens, _ in samples), len(taps), target.config.hidden_size)
+    say(f"features of {len(samples)} sequences take {need / GIB:.2f} GiB in {folder}")
     identity = features.checksum(target.fingerprint, target.chat_template, taps, samples)
-    step = max(1, len(samples) // 20)
+    tenth = max(1, len(samples) // 10)
     shown = 0
 
     def progress(done: int, total: int) -> None:
         nonlocal shown
-        if done - shown >= step or done == total:
+        if done - shown >= tenth or done == total:
             shown = done
             say(f"features: {done} of {total} sequences")
 
-    cache = features.build(folder, samples, target.params, target.config, taps, identity, progress=progress)
-    count = len(data.training)
-    return Part(cache, 0, count), Part(cache, count, len(cache))
+    return data.over(features.build(folder, samples, target.params, target.config, taps, identity, progress=progress))
 
 
 def warm_start(params, target: Target):
@@ -200,32 +190,29 @@ def warm_start(params, target: Target):
 
 
 def data_digest(data: Data) -> str:
-    """SHA-256 of every token and mask of the run's data, for its checkpoints and card."""
-    digest = hashlib.sha256()
-    for sequences in (data.training, data.validation):
-        for sample in sequences.samples:
-            digest.update(np.asarray(sample["tokens"], np.int32).tobytes() + np.asarray(sample["loss_mask"], bool).tobytes())
+    """SHA-256 of every token and mask of the run's data and of what is held out."""
+    digest = hashlib.sha256(np.asarray(data.validation.indices, np.int64).tobytes())
+    for sample in data.samples:
+        digest.update(np.asarray(sample["tokens"], np.int32).tobytes() + np.asarray(sample["loss_mask"], bool).tobytes())
     return digest.hexdigest()
 
 
-def _encode_part(config: TrainConfig, target: Target, part: Sequence[reading.Conversation]) -> tuple[Sequences, dict[str, int]]:
-    samples = []
-    for conversation in part:
-        try:
-            tokens, mask = encode_conversation(
-                target.tokenizer,
-                target.chat_template,
-                conversation.messages,
-                last_turn_only=config.data.last_turn_only,
-                **config.data.template,
-            )
-        except ValueError as error:
-            raise ValueError(f"conversation {conversation.id} of {', '.join(config.data.files)}: {error}") from error
-        samples.append({"tokens": tokens, "loss_mask": mask, "domain": conversation.domain})
-    kept, report = pipeline.fit(samples, config.data.max_length, config.data.overlong, config.data.min_supervised)
-    arrays = tuple({"tokens": sample["tokens"], "loss_mask": sample["loss_mask"]} for sample in kept)
-    return Sequences(arrays, tuple(sample["domain"] for sample in kept)), report
+def _encode(config: TrainConfig, target: Target, conversation: reading.Conversation) -> dict:
+    section = config.data
+    try:
+        tokens, mask = encode_conversation(
+            target.tokenizer, target.chat_template, conversation.messages, last_turn_only=section.last_turn_only, **section.template
+        )
+    except ValueError as error:
+        raise ValueError(f"conversation {conversation.id} of {', '.join(section.files)}: {error}") from error
+    if not conversation.finished and mask.any():
+        tokens, mask = _unfinished(tokens, mask, target.tokenizer.special_ids())
+    return {"tokens": tokens, "loss_mask": mask, "id": conversation.id, "domain": conversation.domain}
 
 
-def _past(overlong: str) -> str:
-    return {"drop": "dropped", "truncate": "truncated", "split": "split"}[overlong]
+def _unfinished(tokens: np.ndarray, mask: np.ndarray, special: frozenset[int]) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation up to its last word: the token that ends the turn would teach the drafter to stop where a limit did."""
+    stop = int(np.flatnonzero(mask)[-1]) + 1
+    if int(tokens[stop - 1]) in special:
+        stop -= 1
+    return tokens[:stop], mask[:stop]

@@ -35,7 +35,8 @@ from angelspec_jax.training.progress import Clock, Display, Journal, numbers
 EXPORT = "drafter"  # folder of the exported drafter inside the run's folder
 SHOWN = ("loss", "tau", "tau_greedy")
 # What may differ between the runs that continue each other: where and how often things are written, and on which devices.
-FREE = ("output", "mesh", "export_dtype", "evaluation", "data.cache", "data.paths", "target.source", "train.save_every", "train.keep", "train.log_every")  # fmt: skip
+FREE = ("output", "mesh", "export_dtype", "evaluation", "data.cache", "data.paths", "target.source", "train.save_every", "train.keep")
+FREE += ("train.log_every",)
 
 Evaluate = Callable[[Drafter, int], Mapping[str, Any]]
 
@@ -48,8 +49,8 @@ class Job:
     mesh: Mesh
     target: Target
     data: prepare.Data
-    training: pipeline.Source
-    validation: pipeline.Source
+    training: prepare.Part
+    validation: prepare.Part
     drafter_config: DrafterConfig
     draft_ids: np.ndarray | None
 
@@ -83,17 +84,17 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
         raise ValueError(f"train.batch_size {config.train.batch_size} must be a multiple of the {shards} data x fsdp shards of the mesh")
-    training, validation = prepare.read_conversations(config)
+    conversations = prepare.read_conversations(config)
     if target is None:
         target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
     drafter_config = prepare.drafter_config(config.drafter, target)
-    data = prepare.encode(config, target, training, validation, say)
+    data = prepare.encode(config, target, conversations, say)
     prepare.check_mask_token(drafter_config.mask_token, data, target)
     draft_ids = prepare.draft_vocabulary(drafter_config, data, target)
-    sources: tuple[pipeline.Source, pipeline.Source] = (data.training, data.validation)
+    parts = (data.training, data.validation)
     if config.data.cache is not None:
-        sources = prepare.cached(config, target, drafter_config.taps, data, say)
-    return Job(config, mesh, target, data, *sources, drafter_config, draft_ids)
+        parts = prepare.cached(config, target, drafter_config.taps, data, say)
+    return Job(config, mesh, target, data, *parts, drafter_config, draft_ids)
 
 
 def check_same_run(checkpoints: Checkpoints, config: TrainConfig) -> None:
@@ -262,7 +263,7 @@ class Run:
 
     def validation_indices(self) -> dict[str, list[int]]:
         """The held-out sequences that are looked at, an equal number of every domain where there are as many."""
-        names = self.job.data.validation.domains
+        names = self.job.validation.domains
         share = self.job.config.evaluation.batches * self.job.config.train.batch_size // max(len(set(names)), 1)
         return {name: [i for i, own in enumerate(names) if own == name][:share] for name in sorted(set(names))} if share else {}
 
@@ -299,7 +300,7 @@ class Run:
 
     def describe_data(self) -> str:
         data, files = self.job.data, ", ".join(Path(path).name for path in self.job.config.data.files)
-        supervised = sum(int(sample["loss_mask"].sum()) for sample in data.training.samples)
+        supervised = sum(int(data.samples[index]["loss_mask"].sum()) for index in data.training.indices)
         held_out = f"; ids divisible by {self.job.config.data.validation_modulus} held out" if data.validation_conversations else ""
         return f"{files}: {len(data.training)} sequences, {supervised} supervised tokens{held_out}"
 
