@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,7 +24,8 @@ Window = tuple[slice, ...]  # start and stop given, step 1
 class TensorSource(Protocol):
     """Named tensors of a checkpoint, read a window at a time."""
 
-    path: Path
+    @property
+    def path(self) -> Path: ...
 
     def names(self) -> list[str]: ...
 
@@ -64,20 +65,20 @@ def layer_leaves(config: TransformerConfig, prefix: str) -> Layer:
     heads = ((f"{attention}q_proj", h * e), (f"{attention}k_proj", g * e), (f"{attention}v_proj", g * e))
     return Layer(
         input_norm=_plain(f"{prefix}input_layernorm.weight", (d,)),
-        qkv=Leaf(
+        qkv=_leaf(
             tuple((f"{name}.weight", (rows, d)) for name, rows in heads),
             functools.partial(_read_qkv, [f"{name}.weight" for name, _ in heads], config),
         ),
-        o=Leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
+        o=_leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
         post_attention_norm=_plain(f"{prefix}post_attention_layernorm.weight", (d,)),
-        gate_up=Leaf(
+        gate_up=_leaf(
             ((f"{mlp}gate_proj.weight", (f, d)), (f"{mlp}up_proj.weight", (f, d))),
             functools.partial(_read_gate_up, (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
         ),
         down=_transposed(f"{mlp}down_proj.weight", (d, f)),
         q_norm=_plain(f"{attention}q_norm.weight", (e,)) if config.qk_norm else None,
         k_norm=_plain(f"{attention}k_norm.weight", (e,)) if config.qk_norm else None,
-        qkv_bias=Leaf(
+        qkv_bias=_leaf(
             tuple((f"{name}.bias", (rows,)) for name, rows in heads),
             functools.partial(_read_qkv_bias, [f"{name}.bias" for name, _ in heads], config),
         )
@@ -145,11 +146,16 @@ def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[
     return tensors
 
 
-def _plain(name: str, shape: tuple[int, ...]) -> Leaf:
+def _leaf(tensors: tuple, read: Callable[[TensorSource, Window], np.ndarray]) -> Any:
+    """A `Leaf`, typed as anything: it stands where the tree of parameters will hold an array."""
+    return Leaf(tensors, read)
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> Any:
     return Leaf(((name, shape),), lambda source, window: source.read(name, window))
 
 
-def _transposed(name: str, shape: tuple[int, int]) -> Leaf:
+def _transposed(name: str, shape: tuple[int, int]) -> Any:
     return Leaf(((name, shape),), lambda source, window: source.read(name, (window[1], window[0])).T)
 
 

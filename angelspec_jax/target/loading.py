@@ -160,8 +160,8 @@ def read_params(tensors: layout.TensorSource, config: TransformerConfig, leaves,
             return jnp.asarray(np.ascontiguousarray(whole, wanted))
         seen: dict[tuple, np.ndarray] = {}  # replicas ask for the same window
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            window = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, spec.shape, strict=True))
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            window = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), spec.shape, strict=True))
             key = tuple((part.start, part.stop) for part in window)
             if key not in seen:
                 seen[key] = np.ascontiguousarray(leaf.read(tensors, window), wanted)
@@ -227,7 +227,7 @@ def _host_memory() -> int | None:
     return int(free[0]) * 1024 if free else None
 
 
-def _device_memory(device: jax.Device) -> int | None:
+def _device_memory(device) -> int | None:
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
