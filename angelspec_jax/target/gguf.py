@@ -4,6 +4,7 @@ The header is parsed here, every count checked against the file before anything 
 """
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
@@ -300,7 +301,7 @@ def _locate(declared: list, base: int, size: int, path: Path) -> dict[str, Tenso
             raise ValueError(f"{path}: tensor {name!r} occurs twice; the header is corrupt")
         infos[name] = TensorInfo(shape, quantization, start, stop)
     ordered = sorted(infos.items(), key=lambda item: item[1].start)
-    for (first, before), (second, after) in zip(ordered, ordered[1:], strict=False):
+    for (first, before), (second, after) in itertools.pairwise(ordered):
         if after.start < before.stop:
             raise ValueError(f"{path}: tensors {first!r} and {second!r} overlap; the header is corrupt")
     return infos

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from angelspec_jax.target.transformer import TargetParams
 Window = tuple[slice, ...]  # start and stop given, step 1
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Named tensors of a checkpoint, read a window at a time."""
 

@@ -4,6 +4,7 @@ Format: an 8-byte little-endian header length, a JSON header (name -> dtype, sha
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -105,7 +106,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
     ordered = sorted((entry.start, entry.stop, name) for name, entry in entries.items() if entry.stop > entry.start)
-    for (_, stop, first), (start, _, second) in zip(ordered, ordered[1:], strict=False):
+    for (_, stop, first), (start, _, second) in itertools.pairwise(ordered):
         if start < stop:
             raise ValueError(f"{path}: the byte ranges of tensors {first} and {second} overlap; the file is corrupt")
     return entries

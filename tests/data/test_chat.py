@@ -129,7 +129,7 @@ def test_broken_or_hostile_template(template, message):
     ("template", "talk", "message"),
     [
         (CHATML, TALK[:1], "no assistant turn"),
-        (CHATML, ["hello"], "message 0 of the conversation should be an object with a role|no assistant turn"),
+        (CHATML, ["hello"], "no assistant turn"),
         (
             "{{ messages | length }}{% if add_generation_prompt %}:{% endif %}",
             TALK,
@@ -142,3 +142,9 @@ def test_broken_or_hostile_template(template, message):
 def test_conversation_that_cannot_be_masked(tokenizer, template, talk, message):
     with pytest.raises(ValueError, match=message):
         encode_conversation(tokenizer, template, talk)
+
+
+@pytest.mark.parametrize("talk", [["hello"], [{"content": "no role"}], [{"role": 3}]])
+def test_message_that_is_none(talk):
+    with pytest.raises(ValueError, match="message 0 of the conversation should be an object with a role"):
+        render(CHATML, talk)
