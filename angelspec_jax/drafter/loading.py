@@ -1,6 +1,7 @@
 """Drafters bound to a target: loaded from disk, made anew for training, saved."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from angelspec_jax.mesh import shardings
 from angelspec_jax.params import initialize, map_params
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import head_rows
+
+_initialize = jax.jit(initialize, static_argnums=(0, 2))  # one program instead of one per parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +73,16 @@ def create_drafter(
     ids = None if draft_ids is None else check_draft_ids(draft_ids, target.config.vocab_size)
     config = drafter_config(target.config, draft_vocab=None if ids is None else len(ids), **options)
     specs = drafter_specs(config)
-    params = initialize(specs, key, dtype)
+    dtype = jnp.dtype(dtype)
+    if mesh is None:
+        params = _initialize(specs, key, dtype)
+    else:
+        params = jax.jit(functools.partial(initialize, specs, dtype=dtype), out_shardings=shardings(mesh, specs))(key)
     if params.context.fusion is not None:
         prior = jnp.asarray(fusion_prior(config.transformer.num_layers, len(config.taps)))
+        prior = prior if mesh is None else jax.device_put(prior, params.context.fusion.sharding)
         params = params.replace(context=params.context.replace(fusion=prior))
-    drafter = Drafter(place(params, specs, mesh), config, share(target.params, ids), card_for(target, config), name)
+    drafter = Drafter(params, config, share(target.params, ids), card_for(target, config), name)
     check_shapes(config, target)
     return drafter
 
