@@ -127,7 +127,7 @@ class OptimizationSection:
 
     def __post_init__(self):
         _positive(self, "steps", "batch_size", "anchors", "chunk", "save_every", "keep", "log_every")
-        if not 0 < self.learning_rate:
+        if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise ValueError(f"min_learning_rate must be between 0 and learning_rate ({self.learning_rate}), got {self.min_learning_rate}")
@@ -163,6 +163,11 @@ class MeshSection:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+
+    def __post_init__(self):
+        for name in ("data", "fsdp", "tensor"):
+            if getattr(self, name) != -1:
+                _positive(self, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +280,8 @@ def _override(values: dict, text: str) -> None:
         last = depth == len(parts) - 1
         if isinstance(place, list):
             if not part.isdigit() or int(part) >= len(place):
-                raise ValueError(f"override {text!r}: {'.'.join(parts[:depth])} is a list of {len(place)}, so {part!r} must be an index below that")
+                where = ".".join(parts[:depth])
+                raise ValueError(f"override {text!r}: {where} is a list of {len(place)}, so {part!r} must be an index below that")
             part = int(part)
         elif not isinstance(place, dict):
             raise ValueError(f"override {text!r}: {'.'.join(parts[:depth])} is {_kind(place)}, which has no key {part!r}")

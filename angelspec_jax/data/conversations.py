@@ -45,7 +45,8 @@ def read(paths: Sequence[str | Path], domains: Sequence[str] | None = None) -> l
                 found.append(conversation)
     missing = sorted(set(domains or ()) - seen_domains)
     if missing:
-        raise ValueError(f"domain {missing[0]!r} occurs in none of {', '.join(map(str, paths))}; there are {', '.join(sorted(seen_domains))}")
+        known = ", ".join(sorted(seen_domains))
+        raise ValueError(f"domain {missing[0]!r} occurs in none of {', '.join(map(str, paths))}; there are {known}")
     if not found:
         raise ValueError(f"{', '.join(map(str, paths))} holds no conversation")
     return found
@@ -91,7 +92,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with opener(path, "rt", encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):  # noqa: B007 (the error below names the last line read)
+            for number, text in enumerate(file, 1):
                 if text.strip():
                     yield number, text
     except UnicodeDecodeError as error:

@@ -46,9 +46,7 @@ class Batches:
         return pad([self._samples[step * self.batch_size + row] for row in self._slice], self.max_length)
 
 
-def batches(
-    source: Source, batch_size: int, max_length: int, seed: int, process_index: int = 0, process_count: int = 1
-) -> Batches:
+def batches(source: Source, batch_size: int, max_length: int, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
     """Shuffled, repeated, padded batches of `source`, addressed by global step."""
     return Batches(source, batch_size, max_length, seed, process_index, process_count)
 
@@ -80,8 +78,8 @@ def pad(samples: Sequence[Sample], length: int) -> dict[str, np.ndarray]:
 def fit(samples: Sequence[Sample], length: int, overlong: str, min_supervised: int = 1) -> tuple[list[Sample], dict[str, int]]:
     """Samples of at most `length` tokens, and how many were changed or left out.
 
-    "drop" leaves out longer samples, "truncate" keeps their beginning, "split" cuts them into consecutive pieces (a later piece does not see
-    the earlier ones). Samples with fewer than `min_supervised` supervised tokens are left out, whole or as pieces.
+    "drop" leaves out longer samples, "truncate" keeps their beginning, "split" cuts them into consecutive pieces (a later piece does not
+    see the earlier ones). Samples with fewer than `min_supervised` supervised tokens are left out, whole or as pieces.
     """
     if overlong not in OVERLONG:
         raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")

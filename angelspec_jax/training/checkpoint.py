@@ -76,7 +76,8 @@ class Checkpoints:
         what = "writing a checkpoint" if step is None else f"saving the checkpoint of step {step}"
         cause = _root(error)
         reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())[:200]
-        return OSError(f"{what} in {self.folder} failed ({reason}); {kept}; free space there or choose another output folder, then run again to resume")
+        remedy = "free space there or choose another output folder, then run again to resume"
+        return OSError(f"{what} in {self.folder} failed ({reason}); {kept}; {remedy}")
 
     def _last_good(self) -> int | None:
         """Read from the disk: the manager's own list may count the save that failed."""

@@ -58,7 +58,8 @@ def read_conversations(config: TrainConfig) -> list[reading.Conversation]:
     data = config.data
     found = reading.read(data.files, data.domains)
     if not reading.split(found, data.validation_modulus)[0]:
-        raise ValueError(f"data.validation_modulus {data.validation_modulus} holds out every conversation of {', '.join(data.files)}; raise it")
+        files = ", ".join(data.files)
+        raise ValueError(f"data.validation_modulus {data.validation_modulus} holds out every conversation of {files}; raise it")
     return found
 
 
@@ -86,7 +87,8 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
         f"{report['unsupervised']} have fewer than {section.min_supervised} supervised tokens (left out)"
     )
     if not parts[0]:
-        raise ValueError(f"no conversation of {', '.join(section.files)} can be trained on: raise data.max_length or set data.overlong=split")
+        files = ", ".join(section.files)
+        raise ValueError(f"no conversation of {files} can be trained on: raise data.max_length or set data.overlong=split")
     return Data(samples, *parts, tuple(validation))
 
 
@@ -139,7 +141,7 @@ def check_mask_token(token: int, data: Data, target: Target) -> None:
             raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
 
 
-def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
+def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "draft_vocab"] | None:
     """Target ids of the draft head's rows: what ends a turn, and the answers' most frequent tokens. None for the whole vocabulary."""
     if config.draft_vocab is None:
         return None
@@ -180,7 +182,7 @@ def warm_start(params, target: Target):
             mine, theirs = getattr(own, field.name), getattr(source, field.name)
             if mine is not None and theirs is not None and mine.shape != theirs.shape:
                 raise ValueError(
-                    f"drafter.init=target needs draft layers of the target's shape, but {field.name} is {mine.shape} against {theirs.shape}; "
+                    f"drafter.init=target needs draft layers of the target's shape, but {field.name} is {mine.shape}, not {theirs.shape}; "
                     "leave heads, kv_heads, head_dim and intermediate_size open or set drafter.init=random"
                 )
             # A copy: the training step donates its state, and the target's weights must outlive it.

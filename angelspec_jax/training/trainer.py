@@ -7,6 +7,7 @@ the parameters of an undisturbed one, bit for bit at the same topology.
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from angelspec_jax import config as configs
 from angelspec_jax import mesh as meshes
-from angelspec_jax.config import TrainConfig
+from angelspec_jax.config import MeshSection, TrainConfig
 from angelspec_jax.data import pipeline
 from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter.card import card_for
@@ -79,8 +80,7 @@ def train(
 
 def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) -> Job:
     """Load and check everything."""
-    section = config.mesh
-    mesh = meshes.make_mesh(section.data, section.fsdp, section.tensor)
+    mesh = make_mesh(config.mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
         raise ValueError(f"train.batch_size {config.train.batch_size} must be a multiple of the {shards} data x fsdp shards of the mesh")
@@ -95,6 +95,14 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     if config.data.cache is not None:
         parts = prepare.cached(config, target, drafter_config.taps, data, say)
     return Job(config, mesh, target, data, *parts, drafter_config, draft_ids)
+
+
+def make_mesh(section: MeshSection) -> Mesh:
+    """The mesh of a run; one that is smaller than the machine takes its first devices."""
+    sizes, devices = (section.data, section.fsdp, section.tensor), jax.devices()
+    if -1 not in sizes and jax.process_count() == 1:
+        devices = devices[: math.prod(sizes)]
+    return meshes.make_mesh(*sizes, devices=devices)
 
 
 def check_same_run(checkpoints: Checkpoints, config: TrainConfig) -> None:
@@ -113,7 +121,8 @@ def check_same_run(checkpoints: Checkpoints, config: TrainConfig) -> None:
                 f"{config.output} holds a run with {key}={old}, now it is {new}; name another output folder, or continue with the old value"
             )
     if latest > config.train.steps:
-        raise ValueError(f"{config.output} has a checkpoint of step {latest}, past train.steps={config.train.steps}; name another output folder")
+        steps = config.train.steps
+        raise ValueError(f"{config.output} has a checkpoint of step {latest}, past train.steps={steps}; name another output folder")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +215,8 @@ class Run:
         record = self.checkpoints.read_record(latest)
         for name, value in self.identity().items():
             if record[name] != value:
-                raise ValueError(
-                    f"the {name} differs from that of the run in {self.job.config.output}; restore the old {name} or name another output folder"
-                )
+                output = self.job.config.output
+                raise ValueError(f"the {name} differs from that of the run in {output}; restore it or name another output folder")
         self.display.say(f"continuing after step {latest} of {self.job.config.train.steps}")
         return self.checkpoints.restore(latest, state), latest, record["seconds"]
 
@@ -253,7 +261,8 @@ class Run:
             together = merge(list(by_domain.values()))
             journal.write("validation", done, together | {"domains": by_domain})
             taus = "  ".join(f"{name} {values['tau_greedy']:.2f}" for name, values in by_domain.items() if name)
-            self.display.say(f"step {done}: held-out loss {together['loss']:.4f}, simulated greedy tau {together['tau_greedy']:.3f}  {taus}")
+            loss, tau = together["loss"], together["tau_greedy"]
+            self.display.say(f"step {done}: held-out loss {loss:.4f}, simulated greedy tau {tau:.3f}  {taus}")
         if self.online is None:
             return {}
         measured = self.online(dataclasses.replace(self.drafter, params=params), done)
