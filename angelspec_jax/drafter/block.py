@@ -15,7 +15,7 @@ from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise,
 from angelspec_jax.params import Param
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import attend, block_ancestors, uniform_rows
-from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, project_kv, rms_norm
+from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, project_kv, rms_norm, rotation
 from pallas_kernels import reference
 
 
@@ -54,8 +54,9 @@ def extend(
     """Digest the features of tokens the target has committed; rows not `accepted` leave no trace."""
     with jax.named_scope("draft_extend"):
         contexts = conditions(params.context, config, features)
+        turned = rotation(config.transformer, positions)
         kv = [
-            project_kv(layer, config.transformer, context, positions)
+            project_kv(layer, config.transformer, context, turned)
             for layer, context in zip(params.layers, contexts, strict=True)
         ]
         new_kv = tuple(k for k, _ in kv), tuple(v for _, v in kv)
@@ -89,6 +90,7 @@ def block_hidden(params, config: DrafterConfig, shared: Shared, anchor, prefix_l
     positions = (prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
     x = shared.embed[tokens].astype(params.layers[0].o.dtype)
     model = config.transformer
+    turned = rotation(model, positions)
     for index, layer in enumerate(params.layers):
 
         def see(q, k, v, index=index):
@@ -97,7 +99,7 @@ def block_hidden(params, config: DrafterConfig, shared: Shared, anchor, prefix_l
                 scale=model.attention_scale, window=model.sliding_window,
             )  # fmt: skip
 
-        x, _ = decoder_layer(layer, model, x, positions, see)
+        x, _ = decoder_layer(layer, model, x, turned, see)
     return rms_norm(x, params.norm, model.rms_norm_eps).reshape(requests, width, -1)
 
 
@@ -121,16 +123,17 @@ def training_hidden(
     start = jnp.take_along_axis(positions, anchors, axis=1)
     block_positions = start[:, :, None] + jnp.arange(width, dtype=jnp.int32)[None, None]
     anchor_documents = None if documents is None else jnp.take_along_axis(documents, anchors, axis=1)
+    context_turned, block_turned = rotation(model, positions), rotation(model, block_positions)
     x = embed[block_tokens].astype(features.dtype)
     for layer, context in zip(params.layers, contexts, strict=True):
-        k_context, v_context = project_kv(layer, model, context, positions)
+        k_context, v_context = project_kv(layer, model, context, context_turned)
 
         def see(q, k, v, k_context=k_context, v_context=v_context):
             return reference.anchor_attention(
                 q, k_context, v_context, k, v, anchors, keep, documents, anchor_documents, causal=False, scale=model.attention_scale
             )
 
-        x, _ = decoder_layer(layer, model, x, block_positions, see)
+        x, _ = decoder_layer(layer, model, x, block_turned, see)
     return rms_norm(x, params.norm, model.rms_norm_eps)
 
 

@@ -48,21 +48,21 @@ def decoder_layer(
     layer: Layer,
     config: TransformerConfig,
     x: Float[Array, "*N D"],
-    positions: Int[Array, "*N"],
+    rotation: "Rotation",
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N G E"], Float[Array, "*N G E"]]]:
     """Pre-norm attention and SwiGLU. `attend(q, k, v)` decides what a row sees; the rows' own keys and values are returned."""
     normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    q, k, v = project_qkv(layer, config, normed, positions)
+    q, k, v = project_qkv(layer, config, normed, rotation)
     with jax.named_scope("attention"):
         mixed = attend(q, k, v)
-    x = x + jnp.einsum("...he,hed->...d", mixed, layer.o)
+    x = x + merge_heads(mixed, layer.o)
     normed = rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
         return x + swiglu(normed, layer.gate_up, layer.down), (k, v)
 
 
-def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], positions: Int[Array, "*N"]):
+def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], rotation: "Rotation"):
     """Queries [*N, H, E], keys and values [*N, G, E]; q and k carry their norm and rotation."""
     fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv)
     if layer.qkv_bias is not None:
@@ -70,29 +70,29 @@ def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"]
     queries = config.queries_per_kv
     q = fused[..., :queries, :].reshape(*x.shape[:-1], config.num_heads, config.head_dim)
     k, v = fused[..., queries, :], fused[..., queries + 1, :]
-    return rotate_and_norm(q, layer.q_norm, config, positions), rotate_and_norm(k, layer.k_norm, config, positions), v
+    return rotate_and_norm(q, layer.q_norm, config, rotation), rotate_and_norm(k, layer.k_norm, config, rotation), v
 
 
-def project_kv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], positions: Int[Array, "*N"]):
+def project_kv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], rotation: "Rotation"):
     """Keys and values [*N, G, E] of rows that ask nothing: a block drafter's context."""
     queries = config.queries_per_kv
     fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv[:, :, queries:])
     if layer.qkv_bias is not None:
         fused = fused + expand(layer.qkv_bias[:, queries:], fused)
-    return rotate_and_norm(fused[..., 0, :], layer.k_norm, config, positions), fused[..., 1, :]
+    return rotate_and_norm(fused[..., 0, :], layer.k_norm, config, rotation), fused[..., 1, :]
 
 
-def rotate_and_norm(x, weight, config: TransformerConfig, positions):
+def rotate_and_norm(x, weight, config: TransformerConfig, rotation: "Rotation"):
     """Head norm (when there is one) before or after the rotation, as the architecture has it."""
     if config.qk_norm == "before_rope":
         x = rms_norm(x, weight, config.rms_norm_eps)
-    x = rotate(x, positions, config.rope)
+    x = rotate(x, rotation)
     if config.qk_norm == "after_rope":
         x = rms_norm(x, weight, config.rms_norm_eps)
     return x
 
 
-def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]) -> Float[Array, "*N D"]:
+def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F out"]) -> Float[Array, "*N out"]:
     fused = jnp.einsum("...d,dcf->...cf", x, gate_up)
     return jnp.einsum("...f,fd->...d", jax.nn.silu(fused[..., 0, :]) * fused[..., 1, :], down)
 
@@ -104,17 +104,37 @@ def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, "D"], eps: float) -> 
     return (wide * expand(weight.astype(jnp.float32), wide)).astype(x.dtype)
 
 
-def rotate(x: Float[Array, "*N heads E"], positions: Int[Array, "*N"], rope: Rope) -> Float[Array, "*N heads E"]:
-    """Rotary embedding, halves rotated against each other (Hugging Face convention); angles in float32."""
-    half = x.shape[-1] // 2
-    frequency = rope_frequencies(rope, x.shape[-1])
+@struct.dataclass
+class Rotation:
+    """Cosine and sine of every row's rotary angles, made once per pass."""
+
+    cos: Float[Array, "*N half"]
+    sin: Float[Array, "*N half"]
+
+
+def rotation(config: TransformerConfig, positions: Int[Array, "*N"]) -> Rotation:
+    """Rotary angles of rows at these positions, in float32."""
+    frequency = rope_frequencies(config.rope, config.head_dim)
     angle = positions.astype(jnp.float32)[..., None] * expand(frequency, positions[..., None])
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    # The barrier keeps XLA from recomputing sines inside every layer's fusions.
+    return Rotation(*jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle))))
+
+
+def rotate(x: Float[Array, "*N heads E"], rotation: Rotation) -> Float[Array, "*N heads E"]:
+    """Rotary embedding, halves rotated against each other (Hugging Face convention)."""
+    half = x.shape[-1] // 2
+    cos, sin = rotation.cos[..., None, :], rotation.sin[..., None, :]
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def rope_frequencies(rope: Rope, size: int) -> Float[Array, "E/2"]:
+def merge_heads(mixed: Float[Array, "*N H E"], o: Float[Array, "H E D"]) -> Float[Array, "*N D"]:
+    """The output projection, as one product over the flattened heads (XLA transposes the weights of a two-axis contraction on CPU)."""
+    flat = mixed.reshape(*mixed.shape[:-2], o.shape[0] * o.shape[1])
+    return flat @ o.reshape(o.shape[0] * o.shape[1], o.shape[2])
+
+
+def rope_frequencies(rope: Rope, size: int) -> Float[Array, "half"]:
     """Inverse wavelengths; `llama3` stretches the low frequencies and blends the middle band."""
     frequency = rope.theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if rope.scaling == "linear":

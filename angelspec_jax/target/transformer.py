@@ -11,7 +11,7 @@ from angelspec_jax.params import Param, stack
 from angelspec_jax.target.attention import Rows, attend
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
-from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm
+from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm, rotation
 
 
 @struct.dataclass
@@ -50,7 +50,7 @@ def forward(
     check_taps(taps, config.num_layers)
     x = params.embed[tokens]
     features = {-1: x}
-    run = functools.partial(_layer, config=config, positions=positions, rows=rows, table=cache.table)
+    run = functools.partial(_layer, config=config, positions=positions, turned=rotation(config, positions), rows=rows, table=cache.table)
     if isinstance(params.layers, tuple):
         new_kv = []
         for index, layer in enumerate(params.layers):
@@ -81,13 +81,13 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
             raise ValueError(f"layer id {tap} does not exist in a target of {num_layers} layers; ids run from -1 (embedding) to {num_layers - 1}")
 
 
-def _layer(layer, x, k_cache, v_cache, *, config, positions, rows, table):
+def _layer(layer, x, k_cache, v_cache, *, config, positions, turned, rows, table):
     def see(q, k, v):
         return attend(
             q, k, v, k_cache, v_cache, table, rows, positions, scale=config.attention_scale, window=config.sliding_window
         )
 
-    return decoder_layer(layer, config, x, positions, see)
+    return decoder_layer(layer, config, x, turned, see)
 
 
 def _scan(run, layers, x, cache, taps):
