@@ -82,7 +82,9 @@ def tree_attention(
 
 def _scores(queries, keys, seen, scale):
     """[R, G, W, Q, S] float32 scores, masked where `seen` [R, W, S] is false."""
-    scores = jnp.einsum("rgwqe,rgse->rgwqs", queries, keys.astype(queries.dtype), preferred_element_type=jnp.float32) * scale
+    # Keys come first in the product: XLA on CPU would otherwise write a transposed copy of the cache at every step.
+    scores = jnp.einsum("rgse,rgwqe->rgswq", keys.astype(queries.dtype), queries, preferred_element_type=jnp.float32)
+    scores = jnp.moveaxis(scores, 2, -1) * scale
     return jnp.where(seen[:, None, :, None, :], scores, MASKED)
 
 
