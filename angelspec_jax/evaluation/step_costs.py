@@ -1,0 +1,216 @@
+"""What the parts of a round cost on this device: verification by width, drafting, a plain step, and the floor that memory sets.
+
+A decode step at batch 1 reads every weight once, so it cannot be faster than their bytes over the memory's bandwidth.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from angelspec_jax.decoding.generate import generate
+from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.drafter import block
+from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.drafter.types import DrafterState, DraftPolicy, Shared
+from angelspec_jax.target import kv_cache
+from angelspec_jax.target.attention import uniform_rows
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.kv_cache import KVCache
+from angelspec_jax.target.loading import Target
+from angelspec_jax.target.transformer import TargetParams, forward, logits
+
+WIDTHS = (1, 2, 4, 8, 16)
+ROUNDS = 4  # in one compiled loop, so that the host's part of a measurement is a fraction of what it is for a single step
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Seconds, each the median of the repeats."""
+
+    requests: int
+    context: int  # tokens each request had in its cache
+    capacity: int
+    verify: dict[int, float]  # rows per request -> seconds of one pass with head, choice and commit
+    plain: float  # one plain step inside `generate`
+    draft: float | None  # one draft with the digestion of a full round's features; None without a drafter
+    weight_bytes: int  # what one pass reads
+    bandwidth: float  # bytes per second, streaming
+
+    @property
+    def floor(self) -> float:
+        """Seconds the weights alone take to stream."""
+        return self.weight_bytes / self.bandwidth
+
+    def break_even(self, width: int) -> float:
+        """Tokens a round of this width must emit to be as fast as plain steps."""
+        return (self.verify[width] + (self.draft or 0.0 if width > 1 else 0.0)) / self.plain
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"floor": self.floor}
+
+
+def measure_widths(
+    target: Target,
+    drafter: Drafter | None = None,
+    *,
+    widths: Sequence[int] = WIDTHS,
+    requests: int = 1,
+    context: int = 256,
+    capacity: int = 512,
+    repeats: int = 15,
+) -> StepCosts:
+    """Measure on the default device. Raises ValueError for widths or contexts that do not fit."""
+    if not widths or min(widths) < 1 or max(widths) > 64:
+        raise ValueError(f"widths must lie between 1 and 64, got {', '.join(map(str, widths))}")
+    longest = max(context + max(widths), context + 32)
+    if context < 1 or longest > capacity:
+        raise ValueError(f"a context of {context} tokens and what is measured after it need a capacity of {longest}, got {capacity}")
+    taps = drafter.config.taps if drafter is not None else ()
+    return StepCosts(
+        requests=requests,
+        context=context,
+        capacity=capacity,
+        verify={width: _time_verify(target, taps, width, requests, context, capacity, repeats) for width in sorted(set(widths))},
+        plain=_time_plain(target, requests, context, capacity, repeats),
+        draft=None if drafter is None else _time_draft(drafter, target, requests, context, capacity, repeats),
+        weight_bytes=weight_bytes(target.params),
+        bandwidth=streaming_bandwidth(),
+    )
+
+
+def weight_bytes(params: TargetParams) -> int:
+    """Bytes of parameters that one pass reads: all, but of an embedding that is not the head only single rows."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if params.lm_head is None else total - params.embed.nbytes
+
+
+def streaming_bandwidth(size: int = 256 << 20, repeats: int = 5) -> float:
+    """Bytes per second at which the default device reads memory: the best of a few ways to sum `size` bytes."""
+    values = jnp.ones(size // 4, jnp.float32)
+    square = values.reshape(-1, 4096)
+    vector = jnp.ones(4096, jnp.float32)
+    ways: list[Callable[[], Any]] = [
+        functools.partial(jax.jit(jnp.sum), values),
+        functools.partial(jax.jit(jnp.matmul), square, vector),
+    ]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        if jax.default_backend() == "cpu":  # XLA may sum on one core only
+            parts = np.array_split(np.asarray(values), os.cpu_count() or 1)
+            ways.append(lambda: list(pool.map(np.max, parts)))
+        seconds = _fastest(ways, repeats)
+    return values.nbytes / seconds
+
+
+def _fastest(ways: Sequence[Callable[[], Any]], repeats: int) -> float:
+    best = float("inf")
+    for way in ways:
+        jax.block_until_ready(way())
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            jax.block_until_ready(way())
+            best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _median(run: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of a call, the first one (which compiles) aside."""
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+def _time_verify(target: Target, taps, width: int, requests: int, context: int, capacity: int, repeats: int) -> float:
+    cache = kv_cache.create(target.config, requests, capacity, target.params.embed.dtype)
+    tokens = jnp.zeros((requests, width), jnp.int32)
+    prefix = jnp.full((requests,), context, jnp.int32)
+
+    def run():
+        nonlocal cache, tokens
+        cache, tokens = _verify_rounds(target.config, taps, target.params, cache, tokens, prefix)
+        return tokens
+
+    return _median(run, repeats) / ROUNDS
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _verify_rounds(
+    config: TransformerConfig,
+    taps: tuple[int, ...],
+    params: TargetParams,
+    cache: KVCache,
+    tokens: Int[Array, "R W"],
+    prefix: Int[Array, "R"],
+) -> tuple[KVCache, Int[Array, "R W"]]:
+    """`ROUNDS` passes over W rows a request, each fed what the one before chose."""
+    requests, width = tokens.shape
+    rows = uniform_rows(prefix, width)
+    positions = (prefix[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
+
+    def once(_, carry):
+        cache, tokens, used = carry
+        features, hidden, new_kv = forward(params, config, tokens.reshape(-1), positions, rows, cache, taps)
+        chosen = jnp.argmax(logits(params, hidden), axis=-1).astype(jnp.int32)
+        used = used + jnp.sum(features.astype(jnp.float32))  # features must not be optimized away
+        return kv_cache.commit(cache, new_kv, rows.request, positions, rows.valid), chosen.reshape(requests, width), used
+
+    cache, tokens, used = jax.lax.fori_loop(0, ROUNDS, once, (cache, tokens, jnp.float32(0.0)))
+    return cache, jnp.where(jnp.isnan(used), 0, tokens)
+
+
+def _time_plain(target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
+    plan, weights = Plan(target.config), Weights(target.params)  # without stop tokens, so that the count of steps is known
+    prompts, steps = [[0] * context] * requests, 16
+
+    def run(new_tokens: int):
+        return generate(plan, weights, prompts, new_tokens, capacity=capacity).length
+
+    prefill = _median(lambda: run(0), repeats)
+    return max(_median(lambda: run(steps), repeats) - prefill, 1e-9) / steps
+
+
+def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
+    dtype = target.params.embed.dtype
+    state = block.create_state(drafter.config, requests, capacity, dtype)
+    anchor, prefix = jnp.zeros((requests,), jnp.int32), jnp.full((requests,), context, jnp.int32)
+    width = drafter.config.num_drafts + 1
+    features = jnp.ones((requests * width, len(drafter.config.taps), drafter.config.transformer.hidden_size), dtype)
+
+    def run():
+        nonlocal state, anchor
+        state, anchor = _draft_rounds(drafter.config, drafter.params, drafter.shared, state, anchor, prefix, features)
+        return anchor
+
+    return _median(run, repeats) / ROUNDS
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _draft_rounds(
+    config: DrafterConfig, params: block.BlockDrafter, shared: Shared, state: DrafterState, anchor: Int[Array, "R"], prefix, features
+) -> tuple[DrafterState, Int[Array, "R"]]:
+    requests = anchor.shape[0]
+    width = features.shape[0] // requests
+    request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
+    positions = (prefix[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
+    accepted = jnp.ones_like(request, bool)
+
+    def once(_, carry):
+        state, anchor = carry
+        draft = block.draft(params, config, shared, anchor, prefix, state, None, DraftPolicy(jnp.float32(0.0)))
+        return block.extend(params, config, features, request, positions, accepted, state), draft.tokens[:, -1]
+
+    return jax.lax.fori_loop(0, ROUNDS, once, (state, anchor))

@@ -1,0 +1,135 @@
+"""Text in, text out: chat template, tokens, decoding and detokenization in one call."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from angelspec_jax.data import chat
+from angelspec_jax.data.chat import Messages
+from angelspec_jax.decoding import generate as decoding
+from angelspec_jax.decoding.sampling import make_sampling
+from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.target.loading import Target
+from angelspec_jax.tokenizer import Detokenizer, Tokenizer
+
+Prompt = str | Messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What the model answered to one prompt."""
+
+    text: str
+    tokens: tuple[int, ...]  # the answer's token ids, without the stop token
+    finish_reason: str  # "stop": the model ended its answer; "length": max_new_tokens did
+    rounds: int  # target passes it took
+    tau: float  # tokens emitted per round, the stop token included; 1.0 is plain decoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one round of a streamed answer added."""
+
+    text: str  # characters that became final, possibly none
+    tokens: tuple[int, ...]  # token ids, the stop token included
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    capacity: int | None = None,
+    **switches: Any,
+) -> list[Completion]:
+    """Answer one prompt or a batch; with a drafter the words are the same and come faster.
+
+    A prompt is a text (the user's message) or a conversation, a list of {"role", "content"}. `switches` go to the model's chat template,
+    such as `enable_thinking`; a model without a template continues the text. Temperature 0 is greedy; request r of a batch draws with
+    seed + r. `capacity` fixes the tokens a request can hold, so that calls of any length share one compiled program. Raises ValueError
+    with one sentence for prompts that are empty or do not fit, and for options out of range.
+    """
+    ids = [encode(target, prompt, **switches) for prompt in batch_of(prompts)]
+    sampling = make_sampling(len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    plan, weights = prepare(target, drafter)
+    generation = decoding.generate(plan, weights, ids, max_new_tokens, sampling=sampling, capacity=capacity)
+    rounds = np.asarray(generation.statistics.rounds)
+    return [completion(target, said, int(count)) for said, count in zip(generation.texts(), rounds, strict=True)]
+
+
+def stream(
+    target: Target,
+    prompt: Prompt,
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    capacity: int | None = None,
+    **switches: Any,
+) -> Iterator[Delta]:
+    """The same answer as `generate` gives, round by round as it is decoded."""
+    sampling = make_sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    plan, weights = prepare(target, drafter)
+    detokenizer = Detokenizer(require_tokenizer(target))
+    ids = encode(target, prompt, **switches)
+    for (tokens,) in decoding.stream(plan, weights, [ids], max_new_tokens, sampling=sampling, capacity=capacity):
+        shown = [token for token in tokens if token not in target.eos_ids]
+        yield Delta(detokenizer.push(shown) if shown else "", tuple(tokens))
+    rest = detokenizer.finish()
+    if rest:
+        yield Delta(rest, ())
+
+
+def encode(target: Target, prompt: Prompt, **switches: Any) -> list[int]:
+    """Token ids of a prompt, up to where the model's answer begins."""
+    tokenizer = require_tokenizer(target)
+    if target.chat_template is None:
+        if not isinstance(prompt, str):
+            raise ValueError(f"{target.name} has no chat template, so it cannot take a conversation; give the prompt as one text")
+        if switches:
+            raise ValueError(f"{target.name} has no chat template that could take {', '.join(sorted(switches))}")
+        return tokenizer.encode(prompt, add_special_tokens=True)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return chat.encode_prompt(tokenizer, target.chat_template, messages, **switches)
+
+
+def prepare(target: Target, drafter: Drafter | None = None) -> tuple[Plan, Weights]:
+    """What the decoding functions take for a target, alone or with a drafter."""
+    stops = tuple(target.eos_ids)
+    if drafter is None:
+        return Plan(target.config, stop_ids=stops), Weights(target.params)
+    return Plan(target.config, drafter.config, stop_ids=stops), Weights(target.params, drafter.params, drafter.shared)
+
+
+def completion(target: Target, tokens: Sequence[int], rounds: int) -> Completion:
+    """The answer that generated token ids make, their stop token taken off."""
+    stopped = bool(tokens) and tokens[-1] in target.eos_ids
+    kept = tuple(tokens[:-1] if stopped else tokens)
+    text = require_tokenizer(target).decode(kept)
+    return Completion(text, kept, "stop" if stopped else "length", rounds, len(tokens) / max(rounds, 1))
+
+
+def batch_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several; a list of messages is one conversation."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def require_tokenizer(target: Target) -> Tokenizer:
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} was loaded without a tokenizer; use decoding.generate on token ids, or add its tokenizer.json")
+    return target.tokenizer

@@ -1,0 +1,159 @@
+"""The console command on a toy model directory: every command, and one sentence for every mistake."""
+
+import json
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+from typer.testing import CliRunner
+
+from angelspec_jax import text
+from angelspec_jax.cli import app, expected
+from angelspec_jax.evaluation import step_costs
+
+pytest_plugins = ["toy_model"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("ANGELSPEC_COMPILATION_CACHE", "off")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments, code: int = 0, typed: str | None = None):
+    found = CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
+    assert found.exit_code == code, found.output
+    return found
+
+
+def refused(*arguments) -> str:
+    """The sentence of a command that is refused."""
+    found = run(*arguments, code=2)
+    lines = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, found.stderr
+    assert "Traceback" not in found.output
+    return lines[0]
+
+
+def visible(words: str) -> str:
+    """A text without what the terminal is not sent, and without line ends."""
+    return "".join(c for c in words if unicodedata.category(c) != "Cc")
+
+
+def test_help_needs_no_jax():
+    script = "import sys; from angelspec_jax.cli import app; app(['--help'], standalone_mode=False); sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("demo", "generate", "chat", "train", "evaluate", "bench", "convert", "doctor"))
+
+
+def test_version():
+    assert run("--version").stdout.strip()
+
+
+def test_generate_says_the_same_with_and_without_drafter(toy_directory, drafter_directory, toy_target):
+    plain = json.loads(run("generate", "Hello", "-t", toy_directory, "-n", 8, "--json").stdout)
+    fast = json.loads(run("generate", "Hello", "-t", toy_directory, "-d", drafter_directory, "-n", 8, "--json").stdout)
+    assert plain["tokens"] == fast["tokens"]
+    assert plain["tau"] == 1.0
+    assert fast["rounds"] <= 8
+    (direct,) = text.generate(toy_target, "Hello", max_new_tokens=8)
+    assert direct.text == plain["text"]
+    streamed = run("generate", "-", "-t", toy_directory, "-n", 8, typed="Hello")
+    assert visible(streamed.stdout) == visible(direct.text)
+    assert "which fits" in streamed.stderr
+
+
+def test_template_switches_reach_the_template(toy_directory, toy_target):
+    answer = json.loads(run("generate", "Hello", "-t", toy_directory, "-n", 4, "--json", "--template", "quiet=[mm]").stdout)
+    (direct,) = text.generate(toy_target, "Hello", max_new_tokens=4, quiet="[mm]")
+    assert tuple(answer["tokens"]) == direct.tokens
+    assert "--template must look like KEY=VALUE" in refused("generate", "Hello", "-t", toy_directory, "--template", "quiet")
+
+
+def test_chat_keeps_its_history_until_reset(toy_directory, toy_target):
+    options = {"max_new_tokens": 4}
+    first = {"role": "user", "content": "one"}
+    (a,) = text.generate(toy_target, [first], **options)
+    (b,) = text.generate(toy_target, [first, {"role": "assistant", "content": a.text}, {"role": "user", "content": "two"}], **options)
+    found = run("chat", "-t", toy_directory, "-n", 4, typed="one\ntwo\n/reset\none\n/exit\n")
+    assert visible(found.stdout) == visible(a.text + b.text + a.text)
+
+
+def test_chat_goes_on_after_a_message_that_does_not_fit(toy_directory):
+    found = run("chat", "-t", toy_directory, "-n", 4, typed="x" * 600 + "\nhi\n")
+    assert found.stderr.count("/reset starts a new conversation") == 1
+
+
+def test_evaluate_writes_json_and_plot(toy_directory, drafter_directory, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n')
+    models = ("-t", toy_directory, "-d", drafter_directory)
+    found = run("evaluate", "tasks.jsonl", *models, "-n", 6, "--limit", 2, "-o", "found.json", "--plot", "p.png")
+    assert "all 2 texts" in found.stdout
+    values = json.loads((tmp_path / "found.json").read_text())
+    assert values["drafter"]["name"] == "toy-dfly"
+    assert values["acceptance"]["tasks"]["emitted"] > 0
+    assert (tmp_path / "p.png").exists()
+
+
+def test_bench_step(toy_directory, drafter_directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(step_costs, "streaming_bandwidth", lambda: 1e9)
+    sizes = ("--widths", "1,2", "--context", 8, "--capacity", 48, "--repeats", 1)
+    found = run("bench", "step", "-t", toy_directory, "-d", drafter_directory, *sizes, "-o", "s.json")
+    assert "verify 2 rows" in found.stdout
+    assert set(json.loads((tmp_path / "s.json").read_text())["verify"]) == {"1", "2"}
+
+
+def test_convert_keeps_the_drafter(toy_directory, drafter_directory, tmp_path):
+    assert "family: dfly" in run("convert", drafter_directory, tmp_path / "z", "--layout", "zlab").stdout
+    both = [
+        json.loads(run("generate", "Hello", "-t", toy_directory, "-d", folder, "-n", 8, "--json").stdout)
+        for folder in (drafter_directory, tmp_path / "z")
+    ]
+    assert both[0] == both[1]
+    assert "exists; name a directory that does not" in refused("convert", drafter_directory, tmp_path / "z", "--layout", "zlab")
+
+
+def test_doctor(toy_directory):
+    found = run("doctor", toy_directory)
+    assert "free memory" in found.stdout
+    assert "which fits" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("generate", "hi", "-t", "nowhere"), "nowhere does not exist"),
+        (("generate", "hi", "-t", "TOY", "-d", "nowhere"), "there is no drafter directory nowhere"),
+        (("generate", "hi", "-t", "TOY", "--dtype", "int3"), "--dtype must be one of float32"),
+        (("generate", "hi", "-t", "TOY", "-n", 600), "over the model's context of 512"),
+        (("evaluate", "none.jsonl", "-t", "TOY"), "none.jsonl does not exist"),
+        (("evaluate", "-t", "TOY"), "there is no drafter to evaluate"),
+        (("train", "no/such/config"), "neither a file nor a packaged config"),
+        (("train", "train/smollm2_dfly", "train.stepz=3"), "unknown key train.stepz; did you mean train.steps?"),
+        (("bench", "step", "-t", "TOY", "--widths", "a"), "--widths must be whole numbers"),
+        (("convert", "nowhere", "there", "--layout", "zlab"), "there is no drafter directory nowhere"),
+        (("demo", "-t", "TOY", "-d", "none"), "the demo compares a drafter with plain decoding"),
+    ],
+)
+def test_mistakes_are_one_sentence(toy_directory, arguments, sentence):
+    assert sentence in refused(*[toy_directory if argument == "TOY" else argument for argument in arguments])
+
+
+def test_debug_shows_where_an_error_comes_from():
+    found = CliRunner().invoke(app, ["--debug", "generate", "hi", "-t", "nowhere"])
+    assert isinstance(found.exception, FileNotFoundError)
+
+
+def test_errors_of_libraries_are_not_hidden():
+    def error_of(code: str, **names) -> BaseException:
+        try:
+            exec(compile(code, "x", "exec"), names)
+        except ValueError as error:
+            return error
+        raise AssertionError
+
+    assert not expected(error_of("raise ValueError('x')", __name__="numpy.core"))
+    assert expected(error_of("raise ValueError('x')", __name__="angelspec_jax.text"))
