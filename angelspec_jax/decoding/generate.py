@@ -111,7 +111,7 @@ def start(
         length=jnp.asarray(lengths),
         limit=jnp.asarray(lengths + new_tokens),
         finished=jnp.asarray(new_tokens <= 0),
-        sampling=make_sampling(requests) if sampling is None else sampling,
+        sampling=make_sampling(requests) if sampling is None else jax.tree.map(jnp.copy, sampling),  # the state is donated
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
         drafter=None if plan.drafter is None else block.create_state(plan.drafter, requests, capacity, dtype),
         statistics=Statistics(
