@@ -131,6 +131,7 @@ def block_targets(
     slots = jnp.arange(block_size, dtype=anchors.dtype)[None, None, :]
     at = anchors[:, :, None] + slots + (1 - first)
     inside = at < length
+    before = jnp.clip(at - 1, anchors[:, :, None], length - 1)
     at = jnp.minimum(at, length - 1)
     supervised = keep[:, :, None] & inside & (slots >= first) & (_take(loss_mask, at) > 0.5)
     if documents is not None:
@@ -138,7 +139,6 @@ def block_targets(
     weight_mask = supervised.astype(jnp.float32)
     if layout == "anchor_first":
         weight_mask = contiguous_mask(weight_mask)
-    before = jnp.maximum(at - 1, anchors[:, :, None])
     anchor_token = _take(tokens, anchors)[:, :, None]
     own = anchors if positions is None else _take(positions, anchors)
     return BlockTargets(

@@ -145,7 +145,7 @@ def _row_terms_backward(residuals, cotangent: RowTerms):
     vocabulary = jax.lax.broadcasted_iota(labels.dtype, student.shape, student.ndim - 1)
     ce_bar = jnp.where(labels >= 0, cotangent.ce, 0.0)[..., None]
     at_label = jnp.where(vocabulary == labels[..., None], ce_bar, 0.0)
-    if teacher is None:
+    if teacher is None or cotangent.kl is None or cotangent.alpha is None:
         return q * ce_bar - at_label, None, None
     p = jnp.exp(teacher - teacher_normalizer[..., None])
     kl_bar, alpha_bar = cotangent.kl[..., None], cotangent.alpha[..., None]
