@@ -194,10 +194,10 @@ def load(name: str | Path, overrides: Sequence[str] = (), schema: type[Config] =
     for text in overrides:
         _override(values, text)
     try:
-        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {_first_line(error)}") from error
-    return build(schema, values, str(path))
+    return build(schema, resolved, str(path))
 
 
 def build(schema: type[Config], values: Mapping, origin: str) -> Config:
@@ -271,29 +271,33 @@ def _override(values: dict, text: str) -> None:
     if not equals or not key.strip():
         raise ValueError(f"override {text!r} must look like section.key=value")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text[len(key) + 1 :]}"]))["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text[len(key) + 1 :]}"]))
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"override {text!r} has a value that is not valid YAML: {_first_line(error)}") from error
     parts = key.strip().split(".")
     place: Any = values
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        if isinstance(place, list):
-            if not part.isdigit() or int(part) >= len(place):
-                where = ".".join(parts[:depth])
-                raise ValueError(f"override {text!r}: {where} is a list of {len(place)}, so {part!r} must be an index below that")
-            part = int(part)
-        elif not isinstance(place, dict):
-            raise ValueError(f"override {text!r}: {'.'.join(parts[:depth])} is {_kind(place)}, which has no key {part!r}")
-        elif not last and place.get(part) is None:
+        entry = _entry(place, part, ".".join(parts[:depth]), text)
+        if depth == len(parts) - 1:
+            place[entry] = parsed["value"]
+            return
+        if isinstance(place, dict) and place.get(part) is None:
             place[part] = {}
-        if last:
-            place[part] = value
-        else:
-            place = place[part]
+        place = place[entry]
 
 
-def _convert(kind, value, key: str, origin: str):
+def _entry(place, part: str, where: str, text: str) -> Any:
+    """`part` as a key or index of the mapping or list `place`, which is found at `where`."""
+    if isinstance(place, dict):
+        return part
+    if not isinstance(place, list):
+        raise ValueError(f"override {text!r}: {where} is {_kind(place)}, which has no key {part!r}")
+    if not part.isdigit() or int(part) >= len(place):
+        raise ValueError(f"override {text!r}: {where} is a list of {len(place)}, so {part!r} must be an index below that")
+    return int(part)
+
+
+def _convert(kind, value, key: str, origin: str) -> Any:
     """`value` as type `kind`; `key` is its dotted name."""
     if dataclasses.is_dataclass(kind):
         return _convert_dataclass(kind, value, key, origin)

@@ -127,7 +127,7 @@ def _parse(text: str, number: int, place: str) -> Conversation:
 def _turn(turn, place: str) -> dict:
     if not isinstance(turn, dict):
         raise ValueError(f"{place}: a turn must be an object with 'role' and 'content', found {type(turn).__name__}")
-    role = turn.get("role", SPEAKERS.get(turn.get("from"), turn.get("from")))
+    role = turn.get("role", SPEAKERS.get(str(turn.get("from")), turn.get("from")))
     content = turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{place}: a turn needs 'role' and 'content', both text, found {sorted(turn)}")

@@ -6,7 +6,7 @@ each its own slice of the batch.
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -22,7 +22,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int, /) -> Sample: ...
 
 
 class Batches:
@@ -39,11 +39,13 @@ class Batches:
         self.batch_size, self.max_length = batch_size, max_length
         local = batch_size // process_count
         self._slice = range(process_index * local, (process_index + 1) * local)
-        self._samples = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+        indexable: Any = source
+        self._samples = grain.MapDataset.source(indexable).seed(seed).shuffle().repeat()
         self.epoch_steps = len(source) / batch_size
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        return pad([self._samples[step * self.batch_size + row] for row in self._slice], self.max_length)
+        rows: list[Any] = [self._samples[step * self.batch_size + row] for row in self._slice]
+        return pad(rows, self.max_length)
 
 
 def batches(source: Source, batch_size: int, max_length: int, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
@@ -105,7 +107,7 @@ def fit(samples: Sequence[Sample], length: int, overlong: str, min_supervised: i
     return kept, report
 
 
-def iterate(source: Batches, start: int, stop: int, prefetch: int = 2) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+def iterate(source: Batches, start: int, stop: int, prefetch: int = 2) -> Generator[tuple[int, dict[str, np.ndarray]], None, None]:
     """(step, batch) for the steps from `start` to before `stop`, read ahead by a thread; its errors are raised here."""
     ready: queue.Queue = queue.Queue(maxsize=max(prefetch, 1))
     cancelled = threading.Event()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 FOLDER = "checkpoints"
@@ -54,12 +55,13 @@ class Checkpoints:
 
     def read_record(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step."""
-        return self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        found: Any = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+        return found.record
 
     def restore(self, step: int, like):
         """The state of a step with the tree, dtypes and shardings of `like` (arrays or shape-dtype structs)."""
         try:
-            found = self._manager.restore(
+            found: Any = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(jax.tree.map(_abstract, _without_keys(like))))
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -86,7 +88,7 @@ class Checkpoints:
 
 
 def _is_key(leaf) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _without_keys(tree):

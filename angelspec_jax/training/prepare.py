@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from angelspec_jax.config import DrafterSection, TrainConfig
+from angelspec_jax.config import DataSection, DrafterSection, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, pipeline
 from angelspec_jax.data.chat import encode_conversation
 from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.target.loading import Target
+from angelspec_jax.tokenizer import Tokenizer
 
 GIB = 1024**3
 PAST = {"drop": "dropped", "truncate": "truncated", "split": "split"}
@@ -70,7 +71,7 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
     if target.chat_template is None:
         raise ValueError(f"target {target.name} has no chat template, which training on conversations needs")
     section = config.data
-    encoded = [_encode(config, target, conversation) for conversation in conversations]
+    encoded = [_encode(section, target.tokenizer, target.chat_template, conversation) for conversation in conversations]
     kept, report = pipeline.fit(encoded, section.max_length, section.overlong, section.min_supervised)
     samples = tuple({"tokens": sample["tokens"], "loss_mask": sample["loss_mask"]} for sample in kept)
     _, validation = reading.split(conversations, section.validation_modulus)
@@ -89,7 +90,7 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
     if not parts[0]:
         files = ", ".join(section.files)
         raise ValueError(f"no conversation of {files} can be trained on: raise data.max_length or set data.overlong=split")
-    return Data(samples, *parts, tuple(validation))
+    return Data(samples, parts[0], parts[1], tuple(validation))
 
 
 def drafter_options(section: DrafterSection, target: Target) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def check_mask_token(token: int, data: Data, target: Target) -> None:
             raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
 
 
-def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "draft_vocab"] | None:
+def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
     """Target ids of the draft head's rows: what ends a turn, and the answers' most frequent tokens. None for the whole vocabulary."""
     if config.draft_vocab is None:
         return None
@@ -150,9 +151,8 @@ def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[n
     return reading.rank_vocabulary(counts, config.draft_vocab, target.eos_ids)
 
 
-def cached(config: TrainConfig, target: Target, taps: tuple[int, ...], data: Data, say: Say) -> tuple[Part, Part]:
+def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say: Say) -> tuple[Part, Part]:
     """(training, validation) with the target's features from disk, computed now where they are missing."""
-    folder = Path(config.data.cache)
     samples = [(sample["tokens"], sample["loss_mask"]) for sample in data.samples]
     need = features.size_estimate(sum(len(tokens) for tokens, _ in samples), len(taps), target.config.hidden_size)
     say(f"features of {len(samples)} sequences take {need / GIB:.2f} GiB in {folder}")
@@ -199,16 +199,15 @@ def data_digest(data: Data) -> str:
     return digest.hexdigest()
 
 
-def _encode(config: TrainConfig, target: Target, conversation: reading.Conversation) -> dict:
-    section = config.data
+def _encode(section: DataSection, tokenizer: Tokenizer, template: str, conversation: reading.Conversation) -> dict:
     try:
         tokens, mask = encode_conversation(
-            target.tokenizer, target.chat_template, conversation.messages, last_turn_only=section.last_turn_only, **section.template
+            tokenizer, template, conversation.messages, last_turn_only=section.last_turn_only, **section.template
         )
     except ValueError as error:
         raise ValueError(f"conversation {conversation.id} of {', '.join(section.files)}: {error}") from error
     if not conversation.finished and mask.any():
-        tokens, mask = _unfinished(tokens, mask, target.tokenizer.special_ids())
+        tokens, mask = _unfinished(tokens, mask, tokenizer.special_ids())
     return {"tokens": tokens, "loss_mask": mask, "id": conversation.id, "domain": conversation.domain}
 
 

@@ -93,7 +93,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     draft_ids = prepare.draft_vocabulary(drafter_config, data, target)
     parts = (data.training, data.validation)
     if config.data.cache is not None:
-        parts = prepare.cached(config, target, drafter_config.taps, data, say)
+        parts = prepare.cached(Path(config.data.cache), target, drafter_config.taps, data, say)
     return Job(config, mesh, target, data, *parts, drafter_config, draft_ids)
 
 
@@ -298,7 +298,7 @@ class Run:
             command=command,
             steps=config.train.steps,
             seconds=round(seconds, 1),
-            thinking={True: "on", False: "off"}.get(config.data.template.get("enable_thinking")),
+            thinking=thinking_mode(config.data.template),
             tau=numbers(dict(tau)) if isinstance(tau, Mapping) else None,
         )
         if jax.process_index() == 0:
@@ -359,6 +359,12 @@ def merge(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             merged[name] = float(np.mean(values))
     return merged
+
+
+def thinking_mode(template: Mapping[str, Any]) -> str | None:
+    """The thinking mode of the training answers, where the template has that switch."""
+    switch = template.get("enable_thinking")
+    return None if switch is None else "on" if switch else "off"
 
 
 def _on_mesh(state: step.TrainState, mesh: Mesh) -> step.TrainState:

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from angelspec_jax.data.pipeline import batches, fit, iterate, pad, sequential
+from angelspec_jax.data.pipeline import Batches, batches, fit, iterate, pad, sequential
 
 
 def sample(index, length=None, cached=False):
@@ -93,13 +93,13 @@ def test_iterate_reads_ahead_and_stops():
 
 
 def test_errors_of_the_reader_reach_the_consumer():
-    class Broken:
+    class Broken(Batches):
         def __getitem__(self, step):
             if step == 1:
                 raise ValueError("shard 1 is damaged")
-            return {}
+            return super().__getitem__(step)
 
-    running = iterate(Broken(), 0, 5)
+    running = iterate(Broken(SOURCE, 2, 8, 0), 0, 5)
     next(running)
     with pytest.raises(ValueError, match="shard 1 is damaged"):
         next(running)
