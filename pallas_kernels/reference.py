@@ -15,8 +15,8 @@ def tree_attention(
     q: Float[Array, "N H E"],
     k: Float[Array, "N G E"],
     v: Float[Array, "N G E"],
-    k_cache: Float[Array, "P G page E"],
-    v_cache: Float[Array, "P G page E"],
+    k_cache: Float[Array, "P G page E"] | Float[Array, "R G E S"],
+    v_cache: Float[Array, "P G page E"] | Float[Array, "R G S E"],
     table: Int[Array, "R pages"] | None,
     row_start: Int[Array, "R+1"],
     ancestors: UInt32[Array, "N 2"],
@@ -31,7 +31,8 @@ def tree_attention(
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows to their request's cached prefix and to the rows in flight that they may see.
 
-    Rows of request r are `row_start[r] .. row_start[r+1]-1` (at most `max_rows`); with `table=None` request r owns slot r of the cache.
+    Rows of request r are `row_start[r] .. row_start[r+1]-1` (at most `max_rows`); with `table=None` request r owns slot r of the cache, its keys
+    transposed.
     Row i sees cache entries `s < prefix_length[r]` and its request's row j if bit j of `ancestors[i]` is set (`causal`: if j <= i). With
     `window`, keys at or before `position - window` are hidden. Scores and the softmax are float32; rows that see nothing return zeros.
     """
@@ -55,8 +56,8 @@ def tree_attention(
     statistics = _accumulate(None, own, jnp.swapaxes(spread(v), 1, 2))
 
     if table is None:
-        seen = _prefix_mask(prefix_length, position, 0, k_cache.shape[2], window)
-        statistics = _accumulate(statistics, _scores(queries, k_cache, seen, scale), v_cache)
+        seen = _prefix_mask(prefix_length, position, 0, v_cache.shape[2], window)
+        statistics = _accumulate(statistics, _scores(queries, k_cache, seen, scale, "rges"), v_cache)
     else:
         page = k_cache.shape[2]
 
@@ -80,12 +81,10 @@ def tree_attention(
     return jnp.where(owned[:, None, None], out[request, jnp.clip(offset, 0, max_rows - 1)], jnp.zeros((), q.dtype))
 
 
-def _scores(queries, keys, seen, scale):
+def _scores(queries, keys, seen, scale, layout="rgse"):
     """[R, G, W, Q, S] float32 scores, masked where `seen` [R, W, S] is false."""
-    # Keys come first in the product: XLA on CPU would otherwise write a transposed copy of the cache at every step.
-    scores = jnp.einsum("rgse,rgwqe->rgswq", keys.astype(queries.dtype), queries, preferred_element_type=jnp.float32)
-    scores = jnp.moveaxis(scores, 2, -1) * scale
-    return jnp.where(seen[:, None, :, None, :], scores, MASKED)
+    product = jnp.einsum(f"rgwqe,{layout}->rgwqs", queries, keys.astype(queries.dtype), preferred_element_type=jnp.float32)
+    return jnp.where(seen[:, None, :, None, :], product * scale, MASKED)
 
 
 def _own_scores(queries, keys, ancestors, position, live, causal, scale, window):

@@ -98,7 +98,7 @@ def test_two_rounds_share_the_draft_cache(golden, case):
             _close(conditions(params.context, config, features)[0], io[f"out.{turn}.ctx"][0])
             _check_layers(params, config, shared, anchor, prefix, state, [io[f"out.{turn}.layer0"], io[f"out.{turn}.layer1"]])
             for index in range(config.transformer.num_layers):
-                _close(state.cache.k[index][:, :, :seen], io[f"out.{turn}.cache_k{index}"])
+                _close(jnp.swapaxes(state.cache.k[index], 2, 3)[:, :, :seen], io[f"out.{turn}.cache_k{index}"])
                 _close(state.cache.v[index][:, :, :seen], io[f"out.{turn}.cache_v{index}"])
         hidden = block_hidden(params, config, shared, anchor, prefix, state)
         _close(hidden, io[f"out.{turn}.hidden"])
