@@ -53,7 +53,7 @@ def extend(
 ) -> DrafterState:
     """Digest the features of tokens the target has committed; rows not `accepted` leave no trace."""
     with jax.named_scope("draft_extend"):
-        contexts = conditions(params.context, config, features)
+        contexts = conditions(params.context, config, features.astype(params.layers[0].o.dtype))
         turned = rotation(config.transformer, positions)
         kv = [
             project_kv(layer, config.transformer, context, turned)

@@ -68,7 +68,7 @@ def template_digest(template: str | None) -> str | None:
 
 
 def card_for(target, config: DrafterConfig, **facts: Any) -> DrafterCard:
-    """A card that names `target` (any object with `config`, `name`, `fingerprint` and `chat_template`), with further facts by field name."""
+    """A card that names `target` (it has `config`, `name`, `fingerprint` and `chat_template`), with further facts by field name."""
     return DrafterCard(
         target_name=target.name,
         target_fingerprint=target.fingerprint,

@@ -1,7 +1,7 @@
 """config.json of drafters, in and out: every layout's way to say what a drafter is.
 
-z-lab nests mask token and layer ids in `dflash_config` and counts the target's layers in `num_target_layers`; AngelSpec has them flat, and its
-`num_target_layers` counts the *captured* layers; DeepSpec has them flat and counts all. Nothing that a file leaves open is guessed.
+z-lab nests mask token and layer ids in `dflash_config` and counts the target's layers in `num_target_layers`; AngelSpec has them flat, and
+its `num_target_layers` counts the *captured* layers; DeepSpec has them flat and counts all. Nothing that a file leaves open is guessed.
 """
 
 import dataclasses
@@ -262,8 +262,8 @@ def _taps(source: PlainSource, settings, answers: Overrides, model: TransformerC
         if len(shape) != 2 or shape[1] != len(taps) * width:
             read = f", that is {shape[1] / width:g} target layers of width {width}," if len(shape) == 2 else ""
             raise ValueError(
-                f"{where}: {source.original['fc.weight']} has shape {list(shape)}{read} but target_layer_ids names {len(taps)}: {list(taps)}; "
-                "pass the right ones with taps="
+                f"{where}: {source.original['fc.weight']} has shape {list(shape)}{read} but target_layer_ids names {len(taps)}: "
+                f"{list(taps)}; pass the right ones with taps="
             )
     return taps
 

@@ -102,8 +102,8 @@ def write(
 ) -> None:
     """Write config.json and model.safetensors into the directory `path`, in the layout "angelspec", "zlab" or "deepspec".
 
-    By default the one the drafter fits. DeepSpec's holds copies of the target's `embed` and `lm_head` [V, D] where given. Tensors keep their
-    dtype, so reading gives the same bits. ValueError when the layout cannot express the drafter.
+    By default the one the drafter fits. DeepSpec's holds copies of the target's `embed` and `lm_head` [V, D] where given. Tensors keep
+    their dtype, so reading gives the same bits. ValueError when the layout cannot express the drafter.
     """
     layout = layout or ("deepspec" if config.layout == "anchor_first" else "angelspec")
     refuse_export(config, layout, draft_ids)
@@ -216,8 +216,8 @@ def drafter_leaves(config: DrafterConfig) -> BlockDrafter:
     d, inner = model.hidden_size, config.correction_size or model.hidden_size
     context = Context(
         norm=_vector("hidden_norm.weight", d),
-        fc=Leaf((("fc.weight", (d, taps * d)),), functools.partial(_read_fc, taps)) if "fc" in config.context else None,
-        fusion=Leaf((("layer_fusion_weights", (model.num_layers, taps)),), functools.partial(_read_plain, "layer_fusion_weights"))
+        fc=_leaf((("fc.weight", (d, taps * d)),), functools.partial(_read_fc, taps)) if "fc" in config.context else None,
+        fusion=_leaf((("layer_fusion_weights", (model.num_layers, taps)),), functools.partial(_read_plain, "layer_fusion_weights"))
         if "fusion" in config.context
         else None,
     )
@@ -225,8 +225,8 @@ def drafter_leaves(config: DrafterConfig) -> BlockDrafter:
     head = Correction(
         hidden_norm=_vector(f"{CORRECTION}hidden_norm.weight", d),
         embed_norm=_vector(f"{CORRECTION}embed_norm.weight", d),
-        gate_up=Leaf(tuple((name, (inner, 2 * d)) for name in gate_up), functools.partial(_read_pair, gate_up)),
-        down=Leaf(((f"{CORRECTION}down_proj.weight", (d, inner)),), functools.partial(_read_transposed, f"{CORRECTION}down_proj.weight")),
+        gate_up=_leaf(tuple((name, (inner, 2 * d)) for name in gate_up), functools.partial(_read_pair, gate_up)),
+        down=_leaf(((f"{CORRECTION}down_proj.weight", (d, inner)),), functools.partial(_read_transposed, f"{CORRECTION}down_proj.weight")),
     )
     return BlockDrafter(
         context=context,
@@ -271,7 +271,11 @@ def _refuse_non_finite(params: BlockDrafter, folder: Path) -> None:
             raise ValueError(f"{folder}: parameter {jax.tree_util.keystr(key).lstrip('.')} holds values that are not finite")
 
 
-def _vector(name: str, size: int) -> Leaf:
+def _leaf(tensors, reader) -> Any:  # a tree of leaves has the type of the tree of arrays it stands for
+    return Leaf(tensors, reader)
+
+
+def _vector(name: str, size: int) -> Any:
     return Leaf(((name, (size,)),), functools.partial(_read_plain, name))
 
 

@@ -51,15 +51,15 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter directory for `target` (with `params`, `config`, `name` and `chat_template`).
 
-    Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides` answer
-    what the checkpoint leaves open (`layout_settings.Overrides`). ValueError in one sentence when the drafter does not fit the target.
+    Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides`
+    answer what the checkpoint leaves open (`layout_settings.Overrides`). ValueError, one sentence, when the drafter does not fit.
     """
     params, config, card, draft_ids = layouts.read(source, **overrides)
     check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)
     specs = drafter_specs(config)
     dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
     params = jax.tree.map(lambda leaf, spec: np.asarray(leaf, spec.dtype or dtype), params, specs)
-    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids), card, Path(source).resolve().name)
+    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids, dtype), card, Path(source).resolve().name)
 
 
 def create_drafter(
@@ -136,8 +136,8 @@ def drafter_config(
 ) -> DrafterConfig:
     """Configuration of a new drafter for a target: its width, vocabulary and rope, Qwen3-style layers with q/k norms.
 
-    `taps` are 0-based target layers or how many to spread evenly; `family` decides `context` and `head` unless they are given. Further options
-    are fields of TransformerConfig for the draft layers (`intermediate_size`, `num_heads`, ...), by default the target's.
+    `taps` are 0-based target layers or how many to spread evenly; `family` decides `context` and `head` unless they are given. Further
+    options are fields of TransformerConfig for the draft layers (`intermediate_size`, `num_heads`, ...), by default the target's.
     """
     if family not in FAMILIES:
         raise ValueError(f"drafter family must be one of {', '.join(FAMILIES)}, got {family!r}")
@@ -164,9 +164,13 @@ def drafter_config(
     )
 
 
-def share(target_params, draft_ids=None) -> Shared:
-    """The target's weights a drafter borrows; the head rows of a reduced vocabulary are gathered once."""
+def share(target_params, draft_ids=None, dtype=None) -> Shared:
+    """The target's weights a drafter borrows; the head rows of a reduced vocabulary are gathered once.
+
+    The head is copied when it is not of `dtype`, the drafter's: a product of mixed types would convert it at every draft.
+    """
     head = head_rows(target_params)
+    head = head if dtype is None else head.astype(dtype)
     if draft_ids is None:
         return Shared(target_params.embed, head)
     ids = jnp.asarray(draft_ids, jnp.int32)

@@ -26,7 +26,8 @@ def setup(randomize):
     def normal(*shape, scale=1.0):
         return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
 
-    head = randomize(heads.head_specs(CONFIG)).replace(down=normal(D, D, scale=0.1))
+    ones = jnp.ones(D, jnp.float32)
+    head = randomize(heads.head_specs(CONFIG)).replace(hidden_norm=ones, embed_norm=ones, down=normal(D, D, scale=0.05))
     shared = Shared(normal(V, D), normal(V, D, scale=0.3))
     positions = jnp.broadcast_to(jnp.arange(20, 20 + K, dtype=jnp.int32), (R, K))
     anchor = jnp.arange(R, dtype=jnp.int32)
