@@ -59,6 +59,8 @@ def compile_kernel(function: Callable, *arguments, topology: str = "v6e", donate
         compiled = lowered.compile()
     seconds = time.perf_counter() - start
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    if memory is None:
+        raise RuntimeError(f"the compiler for {name} reports no memory figures: install the libtpu that matches this jax")
     estimate = cost.get("optimal_seconds", -1.0)
     return Report(
         topology=name,

@@ -1,7 +1,7 @@
 """The online softmax that the attention kernels share: float32 statistics, replicated over the 128 lanes of a TPU register.
 
-State of `rows` queries: `top` (largest score so far) and `normalizer` [rows, 128], `weighted` (unnormalized output) [rows, E]. A masked
-score is a large finite negative number, because the difference of two infinities is NaN.
+State of `rows` queries, as three references: `top` (largest score so far) and `normalizer` [rows, 128], `weighted` (unnormalized output)
+[rows, E]. A masked score is a large finite negative number, because the difference of two infinities is NaN.
 """
 
 import jax
@@ -20,14 +20,16 @@ def scratch(rows: int, size: int) -> list:
     return [statistics, statistics, pltpu.VMEM((rows, size), jnp.float32)]
 
 
-def reset(top, normalizer, weighted) -> None:
+def reset(state) -> None:
+    top, normalizer, weighted = state
     top[...] = jnp.full(top.shape, MASKED, jnp.float32)
     normalizer[...] = jnp.zeros(normalizer.shape, jnp.float32)
     weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
 
-def update(top, normalizer, weighted, scores: jax.Array, values: jax.Array) -> None:
+def update(state, scores: jax.Array, values: jax.Array) -> None:
     """Merge one block of keys: `scores` [rows, keys] float32 (masked ones equal to MASKED), `values` [keys, E]."""
+    top, normalizer, weighted = state
     previous = top[...]
     largest = jnp.maximum(previous, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - largest[:, :1]), 0.0)
@@ -37,8 +39,9 @@ def update(top, normalizer, weighted, scores: jax.Array, values: jax.Array) -> N
     weighted[...] = weighted[...] * shrink[:, :1] + product(weights.astype(values.dtype), values, (1, 0))
 
 
-def output(normalizer, weighted) -> jax.Array:
+def output(state) -> jax.Array:
     """Normalized output [rows, E]; zero where nothing was seen."""
+    _, normalizer, weighted = state
     total = normalizer[...][:, :1]
     return weighted[...] / jnp.where(total > 0, total, 1.0)
 
@@ -55,10 +58,6 @@ def masked(scores: jax.Array, seen: jax.Array) -> jax.Array:
     rows, keys = seen.shape
     folded = scores.reshape(scores.shape[0] // rows, rows, keys)
     return jnp.where(seen[None], folded, MASKED).reshape(scores.shape)
-
-
-def is_first(axis: int):
-    return pl.program_id(axis) == 0
 
 
 def is_last(axis: int):

@@ -185,7 +185,7 @@ def _kernel(bounds, table, queries, row_data, key_position, k_own, v_own, *refs,
 
     @pl.when(step == 0)
     def _():
-        softmax.reset(*state)
+        softmax.reset(state)
 
     @pl.when(has_rows & (step >= first) & (step <= last))
     def _():
@@ -217,7 +217,7 @@ def _kernel(bounds, table, queries, row_data, key_position, k_own, v_own, *refs,
 
     @pl.when(softmax.is_last(3))
     def _():
-        out[...] = softmax.output(*state[1:]).astype(out.dtype)
+        out[...] = softmax.output(state).astype(out.dtype)
 
 
 def _attend(state, queries, keys, values, seen, valid, scale) -> None:
@@ -225,7 +225,7 @@ def _attend(state, queries, keys, values, seen, valid, scale) -> None:
     scores = softmax.product(queries[...], keys.astype(queries.dtype), (1, 1)) * scale
     key = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
     values = jnp.where(key < valid, values, jnp.zeros((), values.dtype))
-    softmax.update(*state, softmax.masked(scores, seen), values)
+    softmax.update(state, softmax.masked(scores, seen), values)
 
 
 def _joined(pages):
@@ -234,7 +234,7 @@ def _joined(pages):
 
 def _cost(queries, own, cache, table) -> pl.CostEstimate:
     """Upper bound: every request fills its table. Pages are read once per block of rows, everything else once."""
-    requests, groups, row_blocks, folded, size = queries.shape
+    groups, row_blocks, size = queries.shape[1], queries.shape[2], queries.shape[4]
     row_keys = queries.size // size * (table.shape[1] * cache.shape[2] + own.shape[2])
     page_bytes = 2 * table.size * groups * row_blocks * cache.shape[2] * size * cache.dtype.itemsize
     row_bytes = 2 * queries.size * queries.dtype.itemsize + 2 * own.size * own.dtype.itemsize

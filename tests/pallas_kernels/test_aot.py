@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import aot
+from pallas_kernels.anchor_attention import anchor_attention
 from pallas_kernels.cache_commit import cache_commit
 from pallas_kernels.tree_attention import tree_attention
 
@@ -87,3 +88,30 @@ def test_cache_commit(chip, layers, page, size, dtype):
     report = aot.compile_kernel(commit, *arguments, topology=chip, donate=(0,))
     assert report.aliased_bytes == cache.size * cache.dtype.itemsize  # written in place
     assert report.temporary_bytes < 8 * MIB
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize(
+    ("slots", "heads", "groups", "size", "dtype", "documents"),
+    [
+        (16, 32, 8, 128, jnp.bfloat16, True),
+        (7, 9, 3, 64, jnp.float32, False),
+        (8, 64, 4, 128, jnp.bfloat16, True),
+        (8, 16, 8, 256, jnp.bfloat16, True),
+    ],
+)
+def test_anchor_attention_and_gradients(chip, slots, heads, groups, size, dtype, documents):
+    array, batch, count, length = jax.ShapeDtypeStruct, 2, 64, 2048
+    context, block = array((batch, length, groups, size), dtype), array((batch, count, slots, groups, size), dtype)
+    places = (array((batch, count), jnp.int32), array((batch, count), jnp.bool_))
+    packed = (array((batch, length), jnp.int32), array((batch, count), jnp.int32)) if documents else (None, None)
+
+    def loss(*arguments):
+        return jnp.sum(anchor_attention(*arguments, scale=0.1).astype(jnp.float32))
+
+    queries = array((batch, count, slots, heads, size), dtype)
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    report = aot.compile_kernel(gradients, queries, context, context, block, block, *places, *packed, topology=chip)
+    assert report.temporary_bytes < 64 * MIB < 4 * batch * count * slots * heads * length  # scores are never stored

@@ -63,7 +63,7 @@ def _jitted(kernel, **options):
 
 def _compare(case, interpret=True, tolerance=2e-6, **options):
     poisoned, clean = case
-    options = dict(causal=False, scale=0.125, max_rows=8) | options
+    options = {"causal": False, "scale": 0.125, "max_rows": 8} | options
     got = _jitted(tree_attention, interpret=interpret, **options)(*poisoned)
     want = _jitted(reference.tree_attention, **options)(*clean)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=tolerance, rtol=tolerance)
@@ -71,7 +71,7 @@ def _compare(case, interpret=True, tolerance=2e-6, **options):
 
 
 def _dense(case, causal, scale, window):
-    q, k, v, k_cache, v_cache, table, row_start, ancestors, prefix, positions = (np.asarray(x, np.float64) for x in case)
+    q, k, v, k_cache, v_cache, table, row_start, _, prefix, positions = (np.asarray(x, np.float64) for x in case)
     table, row_start, prefix, positions = (x.astype(int) for x in (table, row_start, prefix, positions))
     bits = np.asarray(case[7])
     out, fold = np.zeros(q.shape), q.shape[1] // k.shape[1]
@@ -160,7 +160,7 @@ def test_several_prefix_steps(monkeypatch, window):
     """Steps of two pages over five: full, partly visible, repeated and skipped ones, also before the window."""
     module = importlib.import_module("pallas_kernels.tree_attention")
     monkeypatch.setattr(module, "block_sizes", lambda *shapes: dataclasses.replace(block_sizes(*shapes), pages=2))
-    options = dict(causal=False, max_rows=8, scale=0.125, window=window)
+    options = {"causal": False, "max_rows": 8, "scale": 0.125, "window": window}
     poisoned, clean = _case([3, 2, 4, 0], [31, 0, 40, 12], heads=2, groups=1)
     got = jax.jit(functools.partial(tree_attention, interpret=RACES, **options))(*poisoned)
     np.testing.assert_allclose(got, reference.tree_attention(*clean, **options), atol=2e-6)
