@@ -38,7 +38,7 @@ class Sentences(TyperGroup):
 def expected(error: BaseException) -> bool:
     """Whether an error was raised by this project, or by the operating system (missing file, no permission, full disk)."""
     if isinstance(error, OSError):
-        return True
+        return not isinstance(error, BrokenPipeError)  # a reader that left, such as `head`, is no mistake
     place: TracebackType | None = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

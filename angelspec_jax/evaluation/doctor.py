@@ -11,17 +11,19 @@ from rich.table import Table
 
 import angelspec_jax
 from angelspec_jax.target import loading
+from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.loading import GIB, Requirement
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "tokenizers", "safetensors", "numpy")
 DTYPES = ("float32", "bfloat16", "float16")
+SMALLEST = TransformerConfig(1, 1, 1, 1, 1, 1, 2)  # any model will do to ask for the memory that is free
 RESERVE = 0.8  # share of the free memory that weights may take; caches and activations need the rest
 
 
 def findings() -> list[tuple[str, str]]:
     """(what, value) pairs: versions, devices, memory, and how large a model may be."""
     device = jax.devices()[0]
-    free = loading._host_memory() if device.platform == "cpu" else loading._device_memory(device)
+    free = loading.requirement(SMALLEST, jnp.float32).available
     rows = [("angelspec-jax", angelspec_jax.__version__)]
     rows += [(name, version) for name in PACKAGES if (version := _version(name)) is not None]
     rows += [
