@@ -63,10 +63,10 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """Decode step by step; yields the new tokens of every request after each step. Same step, same text as `generate`."""
     state, policy = start(plan, weights, prompts, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
-    state = _prefill(plan, weights, state)
+    state = jitted_prefill(plan, weights, state)
     pending = None
     while True:
-        state, emitted = _step(plan, weights, policy, state)
+        state, emitted = jitted_step(plan, weights, policy, state)
         # One step ahead of the device: the next step is queued before this one's tokens are read.
         current = (emitted, jnp.all(state.finished))
         if pending is not None:
@@ -117,6 +117,8 @@ def start(
         statistics=Statistics(
             jnp.zeros(requests, jnp.int32), jnp.zeros((requests, drafts), jnp.int32), jnp.zeros((requests, drafts), jnp.int32)
         ),
+        round=jnp.int32(0),
+        pace=jnp.float32(jnp.inf),
     )
     return state, even_policy(plan) if policy is None else policy
 
@@ -125,7 +127,7 @@ def even_policy(plan: Plan) -> Policy:
     """Always the largest budget, drafting to full depth."""
     costs = np.full(len(plan.budgets), 1e6, np.float32)
     costs[-1] = 1.0
-    return Policy(jnp.asarray(costs), jnp.float32(0.0))
+    return Policy(jnp.asarray(costs), jnp.float32(0.0), jnp.float32(0.0))
 
 
 def _check(plan: Plan, prompts, lengths, new_tokens) -> None:
@@ -161,8 +163,8 @@ def _run(plan: Plan, weights: Weights, policy: Policy, state: DecodeState) -> De
     )
 
 
-_step = jax.jit(speculative_step, static_argnums=0, donate_argnums=3)
-_prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
+jitted_step = jax.jit(speculative_step, static_argnums=0, donate_argnums=3)
+jitted_prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
 
 
 def _split(emitted) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """From logits to the target's token: one transform and one choice, for plain and speculative decoding alike.
 
 Coupled sampling (Daliri et al. 2024, drafter-invariant speculative decoding): the token at a position is the argmax of the transformed
-log-probabilities plus Gumbel noise that depends on the request's seed and the position alone. The text is then a function of prompt and seed,
-whatever was drafted.
+log-probabilities plus Gumbel noise, which depends on the request's seed and the position alone. The text is then a function of prompt and
+seed, whatever was drafted.
 """
 
 import jax
@@ -34,6 +34,7 @@ def make_sampling(requests: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0
 
     Raises ValueError naming the option that is out of range.
     """
+
     def spread(name, value, dtype, low, high):
         array = np.broadcast_to(np.asarray(value, dtype), (requests,))
         if not (np.isfinite(array).all() and (array >= low).all() and (array <= high).all()):

@@ -23,6 +23,9 @@ from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, logits
 
+PROBE = 16  # rounds between two looks at a drafter that does not pay
+MEMORY = 0.9  # of the running mean of what drafting rounds yield
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -66,11 +69,13 @@ class Weights:
 class Policy:
     """Numbers the step weighs drafts with; traced, so changing them compiles nothing.
 
-    `costs[b]` is the relative duration of a round at budget b. The step takes the budget with the most expected tokens per unit of cost;
-    all-equal costs mean the largest budget. Drafting itself stops when no chain survives with `min_survival`.
+    `costs[b]` is the duration of a round at budget b without its draft, `draft_cost` that of drafting, in any unit. The step takes the
+    budget with the most expected tokens per unit of cost. Where budget 0 exists and drafting has not paid lately, rounds go without a
+    draft but for a probe every `PROBE` rounds. The loop over draft depth ends when no chain survives with `min_survival`.
     """
 
     costs: Float[Array, "budgets"]
+    draft_cost: Float[Array, ""]
     min_survival: Float[Array, ""]
 
 
@@ -93,6 +98,8 @@ class DecodeState:
     cache: KVCache
     drafter: DrafterState | None
     statistics: Statistics
+    round: Int[Array, ""]
+    pace: Float[Array, ""]  # running mean of tokens per request and cost in rounds with a draft; starts high, so that the first ones draft
 
 
 @struct.dataclass
@@ -110,10 +117,12 @@ class Verified:
 
 def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState) -> tuple[DecodeState, Emitted]:
     """Advance every unfinished request by one to `plan.width` tokens."""
+    running = ~state.finished
     prefix = state.length - 1
     anchor = jnp.take_along_axis(state.tokens, prefix[:, None], axis=1)[:, 0]
-    draft = _draft(plan, weights, policy, state, anchor, prefix)
-    budget = _choose_budget(plan, policy, draft, state.finished)
+    drafting = _worth_drafting(plan, policy, state)
+    draft = _draft(plan, weights, policy, state, anchor, prefix, drafting)
+    budget = _choose_budget(plan, policy, draft, state.finished, drafting)
 
     with jax.named_scope("verify"):
         branches = [lambda edge=edge: _verify(plan, weights, state, draft, anchor, prefix, edge) for edge in plan.budgets]
@@ -127,8 +136,9 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
 
     with jax.named_scope("commit"):
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
-    statistics = _count(state.statistics, checked, accepted.count, state.finished)
-    return state.replace(finished=finished, statistics=statistics), emitted
+    statistics = _count(state.statistics, checked, accepted.count, running)
+    pace = _pace(policy, state.pace, budget, drafting, emitted.count, running)
+    return state.replace(finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
 
 
 def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
@@ -153,19 +163,32 @@ def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
     return state.replace(cache=cache, drafter=drafter)
 
 
-def _draft(plan, weights, policy, state, anchor, prefix) -> Draft | None:
+def _worth_drafting(plan: Plan, policy: Policy, state: DecodeState) -> Bool[Array, ""] | bool:
+    """Whether this round drafts: always, unless plain rounds are allowed and have been the better use of time."""
     if plan.drafter is None or plan.width == 1:
+        return False
+    if plan.budgets[0] > 0:
+        return True
+    return (state.pace * policy.costs[0] > 1.0) | (state.round % PROBE == 0)
+
+
+def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | None:
+    if drafting is False:
         return None
 
-    def propose(noise):
+    def propose():
+        # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy.
+        noise = Noise(state.sampling.seeds, state.sampling.temperature)
         options = DraftPolicy(policy.min_survival, plan.candidates)
         return block.draft(weights.drafter, plan.drafter, weights.shared, anchor, prefix, state.drafter, noise, options)
 
-    # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy.
-    return propose(Noise(state.sampling.seeds, state.sampling.temperature))
+    if drafting is True:
+        return propose()
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(propose))
+    return jax.lax.cond(drafting, propose, lambda: nothing)
 
 
-def _choose_budget(plan: Plan, policy: Policy, draft: Draft | None, finished) -> Int[Array, ""]:
+def _choose_budget(plan: Plan, policy: Policy, draft: Draft | None, finished, drafting) -> Int[Array, ""]:
     """Index of the budget with the most expected tokens per cost over the batch; every edge is evaluated."""
     if draft is None or len(plan.budgets) == 1:
         return jnp.int32(0)
@@ -173,7 +196,16 @@ def _choose_budget(plan: Plan, policy: Policy, draft: Draft | None, finished) ->
     reach = jnp.cumsum(jnp.sum(survival, axis=0))
     running = jnp.sum(~finished).astype(jnp.float32)
     expected = jnp.stack([running + (reach[edge - 1] if edge else 0.0) for edge in plan.budgets])
-    return jnp.argmax(expected / policy.costs).astype(jnp.int32)
+    costs = policy.costs + jnp.where(drafting, policy.draft_cost, 0.0)
+    return jnp.argmax(expected / costs).astype(jnp.int32)
+
+
+def _pace(policy: Policy, pace, budget, drafting, count, running) -> Float[Array, ""]:
+    """Update the running mean of what a drafting round yields per request and unit of cost."""
+    requests = jnp.maximum(jnp.sum(running), 1).astype(jnp.float32)
+    yielded = jnp.sum(count).astype(jnp.float32) / requests / (policy.costs[budget] + policy.draft_cost)
+    # The first measured round replaces the start value.
+    return jnp.where(drafting, jnp.where(jnp.isinf(pace), yielded, MEMORY * pace + (1 - MEMORY) * yielded), pace)
 
 
 def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, anchor, prefix, edge: int) -> Verified:
@@ -242,8 +274,8 @@ def _extend(plan: Plan, weights: Weights, features, request, positions, accepted
     return block.extend(weights.drafter, plan.drafter, features, request, positions, accepted, drafter)
 
 
-def _count(statistics: Statistics, checked, accepted, finished) -> Statistics:
-    running = (~finished).astype(jnp.int32)
+def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
+    running = running.astype(jnp.int32)
     statistics = statistics.replace(rounds=statistics.rounds + running)
     if checked is None:
         return statistics

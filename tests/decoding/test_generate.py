@@ -10,9 +10,10 @@ import pytest
 from decoding_bench import NEW, OPTIONS, PROMPTS
 
 from angelspec_jax.decoding import generate as generation
+from angelspec_jax.decoding.costs import measure as measure_costs
 from angelspec_jax.decoding.generate import generate, start, stream
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import Policy, Weights
+from angelspec_jax.decoding.step import PROBE, Policy, Weights
 
 
 def table(prompts, texts, width=64):
@@ -62,10 +63,10 @@ def test_budgets_and_costs_change_the_work_but_not_the_text(make_bench):
     bench = make_bench()
     alone = bench.alone()
     for costs in ([1.0, 1.0, 1.0], [1.0, 5.0, 9.0], [1.0, 1.1, 1.2]):
-        policy = Policy(jnp.asarray(costs, jnp.float32), jnp.float32(0.05))
+        policy = Policy(jnp.asarray(costs, jnp.float32), jnp.float32(0.1), jnp.float32(0.05))
         drafted = bench.drafted(budgets=(0, 1, 3), policy=policy)
         assert drafted.texts() == alone
-    dear = bench.drafted(budgets=(0, 3), policy=Policy(jnp.asarray([1.0, 100.0], jnp.float32), jnp.float32(0.0)))
+    dear = bench.drafted(budgets=(0, 3), policy=Policy(jnp.asarray([1.0, 100.0], jnp.float32), jnp.float32(0.0), jnp.float32(0.0)))
     assert np.asarray(dear.statistics.verified).sum() == 0
 
 
@@ -161,7 +162,7 @@ def test_no_recompilation_over_prompts_and_lengths(make_bench):
 def test_the_step_is_one_program_without_host_traffic_and_with_donated_state(make_bench):
     bench = make_bench()
     state, policy = start(bench.speculative, bench.weights, PROMPTS, NEW, capacity=64)
-    compiled = generation._step.lower(bench.speculative, bench.weights, policy, state).compile()
+    compiled = generation.jitted_step.lower(bench.speculative, bench.weights, policy, state).compile()
     text = compiled.as_text()
     assert not re.search(r"callback|infeed|outfeed|send-done|recv-done", text)
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.drafter)))
@@ -171,3 +172,25 @@ def test_the_step_is_one_program_without_host_traffic_and_with_donated_state(mak
 def test_plain_weights_do_not_need_a_drafter(make_bench):
     bench = make_bench()
     assert generate(bench.plain, Weights(bench.weights.target), [[1, 2]], 3, capacity=64).texts()[0] == bench.alone([[1, 2]], 3)[0]
+
+
+def test_costs_are_measured_with_the_step_that_runs(make_bench):
+    bench = make_bench()
+    plan = dataclasses.replace(bench.speculative, budgets=(0, 1, 3))
+    policy = measure_costs(plan, bench.weights, capacity=64, repeats=2)
+    assert policy.costs.shape == (3,)
+    assert (np.diff(np.asarray(policy.costs)) >= 0).all()
+    assert float(policy.costs[0]) > 0
+    assert bench.drafted(budgets=(0, 1, 3), policy=policy).texts() == bench.alone()
+
+
+def test_a_drafter_that_never_helps_is_only_probed(make_bench, knowing):
+    bench = make_bench()
+    alone = bench.alone(new=40, prompts=PROMPTS)
+    knowing(table(PROMPTS, alone), wrong=range(64))
+    policy = Policy(jnp.asarray([1.0, 1.5], jnp.float32), jnp.float32(0.5), jnp.float32(0.0))
+    drafted = bench.drafted(new=40, budgets=(0, 3), policy=policy)
+    assert drafted.texts() == alone
+    verified = np.asarray(drafted.statistics.verified)[:, 0]
+    assert (verified <= 1 + 40 // PROBE + 1).all()
+    assert (verified >= 1).all()
