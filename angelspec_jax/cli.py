@@ -367,18 +367,19 @@ def _find_target(name: str) -> str:
 
 def _find_drafter(name: str | None, target: str) -> Path | None:
     """Folder of a drafter; None for none."""
-    shipped = Path(__file__).parent / "assets" / SHIPPED
-    if name is None:
-        return shipped if target == SMOLLM2 and shipped.is_dir() else None
+    from angelspec_jax import models
+
     if name == "none":
         return None
+    if name is None:
+        if target != SMOLLM2:
+            return None
+        try:
+            return models.shipped_drafter()
+        except FileNotFoundError:
+            return None
     if name == SHIPPED and not Path(name).is_dir():
-        if not shipped.is_dir():
-            raise FileNotFoundError(
-                f"this installation carries no trained drafter ({SHIPPED} is missing from its assets); train one with "
-                "`angelspec train train/smollm2_dfly` and name its folder with --drafter"
-            )
-        return shipped
+        return models.shipped_drafter()
     return Path(name)
 
 

