@@ -1,5 +1,6 @@
 """What a round costs at every budget on this device, measured with the very step that will run."""
 
+import dataclasses
 import statistics
 import time
 
@@ -47,7 +48,7 @@ def _seconds(plan: Plan, weights: Weights, index: int, draft: bool, requests: in
         begin = time.perf_counter()
         for _ in range(ROUNDS):
             # A request that has ended is computed like any other, so its cost is the same.
-            state = state.replace(round=jnp.int32(1), pace=jnp.float32(np.inf if draft else 0.0))
+            state = dataclasses.replace(state, round=jnp.int32(1), pace=jnp.float32(np.inf if draft else 0.0))
             state, _ = generate.jitted_step(plan, weights, policy, state)
         jax.block_until_ready(state.length)
         found.append((time.perf_counter() - begin) / ROUNDS)

@@ -138,7 +138,7 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
     statistics = _count(state.statistics, checked, accepted.count, running)
     pace = _pace(policy, state.pace, budget, drafting, emitted.count, running)
-    return state.replace(finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
+    return dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
 
 
 def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
@@ -160,7 +160,7 @@ def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
 
     chunks = (jnp.max(state.length) - 1 + chunk - 1) // chunk
     cache, drafter = jax.lax.fori_loop(0, chunks, run, (state.cache, state.drafter))
-    return state.replace(cache=cache, drafter=drafter)
+    return dataclasses.replace(state, cache=cache, drafter=drafter)
 
 
 def _worth_drafting(plan: Plan, policy: Policy, state: DecodeState) -> Bool[Array, ""] | bool:
@@ -230,7 +230,7 @@ def _rows(draft: Draft | None, anchor, prefix, edge: int) -> tuple[Rows, Int[Arr
     else:
         root = jnp.full_like(anchor[:, None], -1)
         ancestors = tree_ancestors(jnp.concatenate([root, draft.parents[:, :edge] + 1], axis=1))
-        rows = uniform_rows(prefix, edge + 1).replace(ancestors=ancestors.reshape(-1, 2))
+        rows = dataclasses.replace(uniform_rows(prefix, edge + 1), ancestors=ancestors.reshape(-1, 2))
         depth = jnp.sum(jax.lax.population_count(ancestors), axis=-1).astype(jnp.int32) - 1
     return rows, tokens.reshape(-1), (prefix[:, None] + depth).reshape(-1)
 
@@ -265,22 +265,23 @@ def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified
     columns = jnp.where(depth < emitted.count[:, None], state.length[:, None] + depth, state.tokens.shape[1])
     slots = jnp.arange(requests, dtype=jnp.int32)[:, None]
     tokens = state.tokens.at[slots, columns].set(emitted.tokens, mode="drop")
-    return state.replace(tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter)
+    return dataclasses.replace(state, tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter)
 
 
 def _extend(plan: Plan, weights: Weights, features, request, positions, accepted, drafter):
-    if plan.drafter is None:
+    if plan.drafter is None or weights.drafter is None:
         return drafter
     return block.extend(weights.drafter, plan.drafter, features, request, positions, accepted, drafter)
 
 
 def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
     running = running.astype(jnp.int32)
-    statistics = statistics.replace(rounds=statistics.rounds + running)
+    statistics = dataclasses.replace(statistics, rounds=statistics.rounds + running)
     if checked is None:
         return statistics
     index = jnp.arange(checked.shape[1], dtype=jnp.int32)[None]
-    return statistics.replace(
+    return dataclasses.replace(
+        statistics,
         verified=statistics.verified + checked.astype(jnp.int32) * running[:, None],
         accepted=statistics.accepted + (index < accepted[:, None]).astype(jnp.int32) * running[:, None],
     )

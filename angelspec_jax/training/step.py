@@ -6,6 +6,7 @@ device.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,8 @@ def vocabulary_index(draft_ids, vocabulary: int) -> Int[Array, "V"] | None:
 
 
 def create_state(params: block.BlockDrafter, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), key)
+    masters: Any = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return TrainState(jnp.int32(0), masters, optimizer.init(masters), key)
 
 
 def build(
@@ -76,9 +77,10 @@ def build(
         key = jax.random.fold_in(state.key, state.step)
         gradient = jax.grad(loss, has_aux=True)
         gradients, metrics = gradient(state.params, frozen, batch, key, objectives[stage])
+        params: Any = state.params
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its float32 scalars freely
-            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            updates, opt_state = optimizer.update(gradients, state.opt_state, params)
+            params = optax.apply_updates(params, updates)
             metrics["gradient_norm"] = optax.global_norm(gradients)
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
@@ -106,9 +108,7 @@ def _loss(
     length = tokens.shape[1]
     valid = jnp.arange(length)[None] < batch["lengths"][:, None]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    anchors, keep = sample_anchors(
-        key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid
-    )
+    anchors, keep = sample_anchors(key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid)
     targets = block_targets(
         tokens, loss_mask, anchors, keep, drafter.block_size, drafter.layout, drafter.mask_token, documents=None, positions=positions
     )
