@@ -14,13 +14,15 @@ from angelspec_jax.params import map_params
 
 AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axis. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips).
+# Logical axis -> mesh axis or axes. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips); one that does
+# not divide by several together is spread over the last of them that it does divide by.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": ("fsdp", "tensor"),
     "batch": ("data", "fsdp"),
 }
 
@@ -46,9 +48,14 @@ def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], 
     for name, size in zip(axes, shape, strict=True):
         target = rules.get(name) if name else None
         names = (target,) if isinstance(target, str) else (target or ())
-        parts = int(np.prod([mesh.shape[axis] for axis in names])) if names else 1
-        spec.append(target if parts > 1 and size % parts == 0 else None)
+        while names and size % _parts(mesh, names):
+            names = names[1:]
+        spec.append((names if isinstance(target, tuple) else target) if _parts(mesh, names) > 1 else None)
     return PartitionSpec(*spec)
+
+
+def _parts(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return int(np.prod([mesh.shape[axis] for axis in names], dtype=np.int64))
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules=None) -> NamedSharding:

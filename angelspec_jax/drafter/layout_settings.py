@@ -196,6 +196,8 @@ def architecture(settings: Mapping[str, Any]) -> str:
 def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     if rope.scaling is None:
         return None
+    if rope.scaling == "ntk":  # Hunyuan's name for it
+        return {"rope_type": "dynamic", "alpha": rope.factor}
     scaling = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling == "llama3":
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}

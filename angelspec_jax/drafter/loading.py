@@ -141,13 +141,13 @@ def drafter_config(
     """
     if family not in FAMILIES:
         raise ValueError(f"drafter family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    fixed = {"hidden_size", "vocab_size", "scan_layers", "tie_embeddings", "num_layers", "attention_bias", "sliding_window"}
+    fixed = {"hidden_size", "vocab_size", "scan_layers", "tie_embeddings", "num_layers", "attention_bias", "sliding_window", "moe"}
     fields = {field.name for field in dataclasses.fields(TransformerConfig)} - fixed
     for option in transformer:
         if option not in fields:
             raise ValueError(f"a drafter has no option {option!r}; the options of its layers are {', '.join(sorted(fields))}")
     own: dict[str, Any] = {"num_layers": num_layers, "qk_norm": "before_rope", "attention_bias": False}
-    own |= {"tie_embeddings": False, "sliding_window": None, "scan_layers": False}
+    own |= {"tie_embeddings": False, "sliding_window": None, "scan_layers": False, "moe": None}
     family_context, family_head = FAMILIES[family]
     return DrafterConfig(
         family=family,

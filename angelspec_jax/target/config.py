@@ -6,14 +6,39 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base `theta` and an optional llama3 or linear frequency scaling."""
+    """Rotary position embedding: base `theta` and an optional frequency scaling; "ntk" enlarges the base by `factor ** (E / (E - 2))`."""
 
     theta: float = 10000.0
-    scaling: str | None = None  # None | "linear" | "llama3"
+    scaling: str | None = None  # None | "linear" | "llama3" | "ntk"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Routed feed-forward layers: every token goes to its `experts_per_token` best experts, and none is dropped."""
+
+    num_experts: int  # X
+    experts_per_token: int
+    intermediate_size: int  # width of one expert
+    shared_size: int = 0  # width of the expert every token goes to; 0: there is none
+    scores: str = "softmax"  # "softmax" | "sigmoid" of the router's output
+    selection_bias: bool = False  # a bias per expert that takes part in choosing experts and not in weighing them
+    normalize: bool = True  # weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # and multiplied by this
+    dense_layers: tuple[int, ...] = ()  # layers that keep a plain feed-forward network
+    names: str = "qwen3"  # what checkpoints call the tensors: "qwen3" | "hunyuan" | "hy3"
+
+    def __post_init__(self):
+        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) is more than the {self.num_experts} experts there are")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"router scores must be softmax or sigmoid, got {self.scores!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +59,7 @@ class TransformerConfig:
     tie_embeddings: bool = False
     sliding_window: int | None = None
     max_positions: int = 2048
+    moe: MoEConfig | None = None
     scan_layers: bool = False  # stacked weights under lax.scan (accelerators) or a tuple of layers (CPU)
 
     def __post_init__(self):
@@ -44,6 +70,10 @@ class TransformerConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer routes its tokens to experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def queries_per_kv(self) -> int:

@@ -3,12 +3,20 @@
 import json
 from pathlib import Path
 
-from angelspec_jax.target.config import Rope, TransformerConfig
+from angelspec_jax.target.config import MoEConfig, Rope, TransformerConfig
 from angelspec_jax.target.safetensors_io import Checkpoint, open_checkpoint
 from angelspec_jax.tokenizer import read_settings
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-ROPE_KINDS = {"default": None, "linear": "linear", "llama3": "llama3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "HYV3ForCausalLM": "hy_v3",
+}
+QK_NORMS = {"qwen3": "before_rope", "qwen3_moe": "before_rope", "hy_v3": "before_rope", "hunyuan_v1_moe": "after_rope"}
+ROPE_KINDS = ("default", "linear", "llama3")
 
 
 def read_config(directory: str | Path) -> tuple[TransformerConfig, tuple[int, ...]]:
@@ -32,8 +40,9 @@ def parse_config(values: dict, file: str | Path) -> TransformerConfig:
     """config.json -> TransformerConfig. `file` is named in errors."""
     family = _family(values, file)
     hidden, heads, layers = (_count(values, key, file) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    head_dim = _count(values, "head_dim", file, hidden // heads)
-    if values.get("head_dim") is None and hidden % heads:
+    head_dim_key = "head_dim" if values.get("head_dim") is not None else "attention_head_dim"  # the second in older Hunyuan files
+    head_dim = _count(values, head_dim_key, file, hidden // heads)
+    if values.get(head_dim_key) is None and hidden % heads:
         raise ValueError(f"{file}: hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}) and head_dim is not given")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{file}: hidden_act {values['hidden_act']!r} is not supported; only silu is")
@@ -52,11 +61,12 @@ def parse_config(values: dict, file: str | Path) -> TransformerConfig:
             head_dim=head_dim,
             rope=parse_rope(values, file),
             rms_norm_eps=_number(values, "rms_norm_eps", file, 1e-6),
-            qk_norm="before_rope" if family == "qwen3" else None,
+            qk_norm=QK_NORMS.get(family),
             attention_bias=family == "qwen2",
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
             sliding_window=_sliding_window(values, layers, file),
             max_positions=_count(values, "max_position_embeddings", file, 2048),
+            moe=MOE[family](values, layers, file) if family in MOE else None,
         )
     except ValueError as error:
         raise error if str(file) in str(error) else ValueError(f"{file}: {error}") from None
@@ -81,6 +91,65 @@ def parse_rope(values: dict, file: str | Path) -> Rope:
     if len(set(forms)) > 1:
         raise ValueError(f"{file}: rope_parameters and rope_scaling contradict each other; remove the wrong one")
     return forms[0]
+
+
+def parse_qwen3_moe(values: dict, layers: int, file: str | Path) -> MoEConfig:
+    """Experts of Qwen3-MoE; `mlp_only_layers` and `decoder_sparse_step` say which layers have none."""
+    only, step = values.get("mlp_only_layers") or [], _count(values, "decoder_sparse_step", file, 1)
+    if not isinstance(only, list) or any(type(index) is not int for index in only):
+        raise ValueError(f"{file}: mlp_only_layers should be a list of layer ids, not {only!r}")
+    return MoEConfig(
+        num_experts=_same(values, ("num_experts", "num_local_experts"), layers, file),
+        experts_per_token=_count(values, "num_experts_per_tok", file),
+        intermediate_size=_count(values, "moe_intermediate_size", file),
+        normalize=_switch(values, "norm_topk_prob", file, False),
+        dense_layers=tuple(index for index in range(layers) if index in only or (index + 1) % step),
+    )
+
+
+def parse_hunyuan_v1_moe(values: dict, layers: int, file: str | Path) -> MoEConfig:
+    """Experts of Hunyuan-V1. Older files give some fields once a layer; they must then all be equal."""
+    for key, only in {"use_qk_norm": True, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "use_cla": False}.items():
+        if _switch(values, key, file, only) != only:
+            raise ValueError(f"{file}: {key}={values[key]} is not supported for Hunyuan-V1")
+    if values.get("moe_layer_num_skipped"):
+        raise ValueError(f"{file}: moe_layer_num_skipped={values['moe_layer_num_skipped']!r} is not supported; every layer routes to experts")
+    width = _same(values, ("moe_intermediate_size", "intermediate_size"), layers, file, first=True)
+    return MoEConfig(
+        num_experts=_same(values, ("num_experts", "num_local_experts"), layers, file),
+        experts_per_token=_same(values, ("moe_topk", "num_experts_per_tok"), layers, file),
+        intermediate_size=width,
+        shared_size=width * (_same(values, ("num_shared_expert",), layers, file) if values.get("num_shared_expert") is not None else 1),
+        names="hunyuan",
+    )
+
+
+def parse_hy_v3(values: dict, layers: int, file: str | Path) -> MoEConfig:
+    """Experts of Hy3, in the form of the released files (`first_k_dense_replace`) or of transformers (`mlp_layer_types`)."""
+    if not _switch(values, "qk_norm", file, True):
+        raise ValueError(f"{file}: qk_norm=false is not supported for Hy3")
+    kinds = values.get("mlp_layer_types")
+    if kinds is None:
+        first = _integer(values, "first_k_dense_replace", file, 1)
+        kinds = ["dense"] * min(max(first, 0), layers) + ["sparse"] * (layers - first)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"{file}: mlp_layer_types should name {layers} layers, each dense or sparse")
+    width = _same(values, ("moe_intermediate_size", "expert_hidden_dim"), layers, file)
+    return MoEConfig(
+        num_experts=_same(values, ("num_experts", "num_local_experts"), layers, file),
+        experts_per_token=_count(values, "num_experts_per_tok", file),
+        intermediate_size=width,
+        shared_size=width * max(_integer(values, "num_shared_experts", file, 1), 0),
+        scores="sigmoid" if _switch(values, "moe_router_use_sigmoid", file, True) else "softmax",
+        selection_bias=_switch(values, "moe_router_enable_expert_bias", file, True),
+        normalize=_switch(values, "route_norm", file, True),
+        scale=_number(values, "router_scaling_factor", file),
+        dense_layers=tuple(index for index, kind in enumerate(kinds) if kind == "dense"),
+        names="hy3",
+    )
+
+
+MOE = {"qwen3_moe": parse_qwen3_moe, "hunyuan_v1_moe": parse_hunyuan_v1_moe, "hy_v3": parse_hy_v3}
 
 
 def read_chat_template(directory: str | Path) -> str | None:
@@ -139,13 +208,16 @@ def _family(values: dict, file: str | Path) -> str:
 
 def _rope(scaling: dict, values: dict, file: str | Path) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise ValueError(f"{file}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    hunyuan = kind == "dynamic" and scaling.get("alpha")
+    if kind not in ROPE_KINDS and not hunyuan:
+        raise ValueError(f"{file}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}, and dynamic with alpha")
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor is not supported; whole heads are rotated")
     theta = _number(values, "rope_theta", file)
     if kind == "default":
         return Rope(theta)
+    if hunyuan:  # a larger base at every length; the other fields take no part
+        return Rope(theta, "ntk", _number(values, "alpha", file))
     factor = _number(values, "factor", file)
     if kind == "linear":
         return Rope(theta, "linear", factor)
@@ -175,6 +247,27 @@ def _sliding_window(values: dict, layers: int, file: str | Path) -> int | None:
     if sliding < layers:
         raise ValueError(f"{file}: {sliding} of {layers} layers use a sliding window; a mixture is not supported")
     return _count(values, "sliding_window", file)
+
+
+def _same(values: dict, keys: tuple[str, ...], layers: int, file: str | Path, *, first: bool = False) -> int:
+    """A count that has several names or is given once a layer. All that are there must agree; with `first` the first name there decides."""
+    there = [key for key in keys if values.get(key) is not None] or [keys[0]]
+    found = {}
+    for key in there[:1] if first else there:
+        per_layer = values[key] if isinstance(values.get(key), list) else [values.get(key)]
+        if len(per_layer) not in (1, layers) and len(per_layer) < layers:
+            raise ValueError(f"{file}: {key} should be one number or {layers}, one a layer")
+        found |= {_count({key: value}, key, file): key for value in per_layer[:layers]}
+    if len(found) > 1:
+        raise ValueError(f"{file}: {' and '.join(there)} should be one number for all layers, not {sorted(found)}")
+    return next(iter(found))
+
+
+def _switch(values: dict, key: str, file: str | Path, default: bool) -> bool:
+    value = default if values.get(key) is None else values[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{file}: {key} should be true or false, not {value!r}")
+    return value
 
 
 def _count(values: dict, key: str, file: str | Path, default: int | None = None) -> int:

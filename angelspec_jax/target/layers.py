@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from angelspec_jax.params import Param
 from angelspec_jax.target.config import Rope, TransformerConfig
+from angelspec_jax.target.moe import MoE, moe_specs, routed
 
 
 @struct.dataclass
@@ -18,16 +19,19 @@ class Layer:
     qkv: jax.Array  # [D, G, H/G + 2, E]
     o: jax.Array  # [H, E, D]
     post_attention_norm: jax.Array  # [D]
-    gate_up: jax.Array  # [D, 2, F]
-    down: jax.Array  # [F, D]
+    gate_up: jax.Array | None  # [D, 2, F]; beside experts the shared one's, None where none is shared
+    down: jax.Array | None  # [F, D]
     q_norm: jax.Array | None = None  # [E]
     k_norm: jax.Array | None = None  # [E]
     qkv_bias: jax.Array | None = None  # [G, H/G + 2, E]
+    moe: MoE | None = None
 
 
-def layer_specs(config: TransformerConfig) -> Layer:
-    """Declaration of one layer's parameters."""
-    d, f, h, g, e = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+def layer_specs(config: TransformerConfig, sparse: bool = False) -> Layer:
+    """Declaration of one layer's parameters; a `sparse` layer routes to the experts of `config.moe`."""
+    d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    moe = config.moe if sparse else None
+    f = config.intermediate_size if moe is None else moe.shared_size
     per_group = config.queries_per_kv + 2
     norm = Param((d,), (None,), "ones", dtype=jnp.float32)
     head_norm = Param((e,), (None,), "ones", dtype=jnp.float32) if config.qk_norm else None
@@ -36,11 +40,12 @@ def layer_specs(config: TransformerConfig) -> Layer:
         qkv=Param((d, g, per_group, e), ("embed", "kv_heads", None, None)),
         o=Param((h, e, d), ("heads", None, "embed"), inputs=2),
         post_attention_norm=norm,
-        gate_up=Param((d, 2, f), ("embed", None, "mlp")),
-        down=Param((f, d), ("mlp", "embed")),
+        gate_up=Param((d, 2, f), ("embed", None, "mlp")) if f else None,
+        down=Param((f, d), ("mlp", "embed")) if f else None,
         q_norm=head_norm,
         k_norm=head_norm,
         qkv_bias=Param((g, per_group, e), ("kv_heads", None, None), "zeros") if config.attention_bias else None,
+        moe=None if moe is None else moe_specs(moe, d),
     )
 
 
@@ -59,7 +64,7 @@ def decoder_layer(
     x = x + merge_heads(mixed, layer.o)
     normed = rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
     with jax.named_scope("mlp"):
-        return x + swiglu(normed, layer.gate_up, layer.down), (k, v)
+        return x + feed_forward(layer, config, normed), (k, v)
 
 
 def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], rotation: "Rotation"):
@@ -90,6 +95,16 @@ def rotate_and_norm(x, weight, config: TransformerConfig, rotation: "Rotation"):
     if config.qk_norm == "after_rope":
         x = rms_norm(x, weight, config.rms_norm_eps)
     return x
+
+
+def feed_forward(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """One SwiGLU, or the routed experts and the one they share."""
+    if layer.moe is None:
+        return swiglu(x, layer.gate_up, layer.down)
+    out = routed(layer.moe, config.moe, x)
+    if layer.gate_up is not None:
+        out = out + swiglu(x, layer.gate_up, layer.down).astype(jnp.float32)
+    return out.astype(x.dtype)
 
 
 def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F out"]) -> Float[Array, "*N out"]:
@@ -136,7 +151,8 @@ def merge_heads(mixed: Float[Array, "*N H E"], o: Float[Array, "H E D"]) -> Floa
 
 def rope_frequencies(rope: Rope, size: int) -> Float[Array, "half"]:
     """Inverse wavelengths; `llama3` stretches the low frequencies and blends the middle band."""
-    frequency = rope.theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    theta = rope.theta * rope.factor ** (size / (size - 2)) if rope.scaling == "ntk" else rope.theta
+    frequency = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if rope.scaling == "linear":
         return frequency / rope.factor
     if rope.scaling != "llama3":

@@ -14,11 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.config import MoEConfig, TransformerConfig
 from angelspec_jax.target.layers import Layer
-from angelspec_jax.target.transformer import TargetParams
+from angelspec_jax.target.moe import MoE
+from angelspec_jax.target.transformer import TargetParams, arrange, layer_at
 
 Window = tuple[slice, ...]  # start and stop given, step 1
+
+HEAD_NORMS = {"before_rope": ("q_norm", "k_norm"), "after_rope": ("query_layernorm", "key_layernorm")}
+ROUTERS = {"qwen3": "gate.weight", "hunyuan": "gate.wg.weight", "hy3": "router.gate.weight"}
+SELECTION_BIAS, SHARED, EXPERTS = "expert_bias", "shared_mlp.", "experts."
 
 
 @runtime_checkable
@@ -49,20 +54,23 @@ class Leaf:
 
 def target_leaves(config: TransformerConfig, prefix: str = "model.") -> TargetParams:
     """A `Leaf` for every parameter of the target, in the tree of `target_specs(config)`."""
-    layers = tuple(layer_leaves(config, f"{prefix}layers.{index}.") for index in range(config.num_layers))
+    layers = tuple(layer_leaves(config, f"{prefix}layers.{index}.", config.is_sparse(index)) for index in range(config.num_layers))
     vocab = (config.vocab_size, config.hidden_size)
     return TargetParams(
         embed=_plain(f"{prefix}embed_tokens.weight", vocab),
-        layers=_stack(layers) if config.scan_layers else layers,
+        layers=arrange(config, layers, _stack),
         final_norm=_plain(f"{prefix}norm.weight", vocab[1:]),
         lm_head=None if config.tie_embeddings else _plain("lm_head.weight", vocab),
     )
 
 
-def layer_leaves(config: TransformerConfig, prefix: str) -> Layer:
-    """A `Leaf` for every parameter of one decoder layer whose checkpoint names start with `prefix`."""
-    d, f, h, g, e = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
+def layer_leaves(config: TransformerConfig, prefix: str, sparse: bool = False) -> Layer:
+    """A `Leaf` for every parameter of one decoder layer, routed to experts or not, whose checkpoint names start with `prefix`."""
+    d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    moe = config.moe if sparse else None
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    dense, f = (mlp, config.intermediate_size) if moe is None else (f"{mlp}{SHARED}", moe.shared_size)
+    norms = [_plain(f"{attention}{name}.weight", (e,)) for name in HEAD_NORMS[config.qk_norm]] if config.qk_norm else [None, None]
     heads = ((f"{attention}q_proj", h * e), (f"{attention}k_proj", g * e), (f"{attention}v_proj", g * e))
     return Layer(
         input_norm=_plain(f"{prefix}input_layernorm.weight", (d,)),
@@ -72,19 +80,29 @@ def layer_leaves(config: TransformerConfig, prefix: str) -> Layer:
         ),
         o=_leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
         post_attention_norm=_plain(f"{prefix}post_attention_layernorm.weight", (d,)),
-        gate_up=_leaf(
-            ((f"{mlp}gate_proj.weight", (f, d)), (f"{mlp}up_proj.weight", (f, d))),
-            functools.partial(_read_gate_up, (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")),
-        ),
-        down=_transposed(f"{mlp}down_proj.weight", (d, f)),
-        q_norm=_plain(f"{attention}q_norm.weight", (e,)) if config.qk_norm else None,
-        k_norm=_plain(f"{attention}k_norm.weight", (e,)) if config.qk_norm else None,
+        gate_up=_gate_up(dense, f, d) if f else None,
+        down=_transposed(f"{dense}down_proj.weight", (d, f)) if f else None,
+        q_norm=norms[0],
+        k_norm=norms[1],
         qkv_bias=_leaf(
             tuple((f"{name}.bias", (rows,)) for name, rows in heads),
             functools.partial(_read_qkv_bias, [f"{name}.bias" for name, _ in heads], config),
         )
         if config.attention_bias
         else None,
+        moe=None if moe is None else moe_leaves(moe, d, mlp),
+    )
+
+
+def moe_leaves(config: MoEConfig, width: int, prefix: str) -> MoE:
+    """A `Leaf` for the router and for the experts together, which checkpoints hold one by one."""
+    x, f = config.num_experts, config.intermediate_size
+    names = [f"{prefix}{EXPERTS}{index}." for index in range(x)]
+    return MoE(
+        router=_transposed(f"{prefix}{ROUTERS[config.names]}", (x, width)),
+        gate_up=_stack_leaves(*(_gate_up(name, f, width) for name in names)),
+        down=_stack_leaves(*(_transposed(f"{name}down_proj.weight", (width, f)) for name in names)),
+        selection_bias=_plain(f"{prefix}{SELECTION_BIAS}", (x,)) if config.selection_bias else None,
     )
 
 
@@ -118,8 +136,7 @@ def target_tensors(params: TargetParams, config: TransformerConfig, prefix: str 
     if params.lm_head is not None:
         tensors["lm_head.weight"] = np.asarray(params.lm_head)
     for index in range(config.num_layers):
-        layer = params.layers[index] if isinstance(params.layers, tuple) else jax.tree.map(lambda x, i=index: x[i], params.layers)
-        tensors |= layer_tensors(layer, config, f"{prefix}layers.{index}.")
+        tensors |= layer_tensors(layer_at(params.layers, index), config, f"{prefix}layers.{index}.")
     return tensors
 
 
@@ -133,18 +150,34 @@ def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[
     if layer.qkv_bias is not None:
         bias = np.asarray(layer.qkv_bias)
         tensors |= {f"{attention}{name}.bias": np.ascontiguousarray(bias[:, part].reshape(-1)) for name, part in parts.items()}
-    gate_up = np.asarray(layer.gate_up)
     tensors |= {
         f"{prefix}input_layernorm.weight": np.asarray(layer.input_norm),
         f"{prefix}post_attention_layernorm.weight": np.asarray(layer.post_attention_norm),
         f"{attention}o_proj.weight": np.ascontiguousarray(np.asarray(layer.o).reshape(config.num_heads * e, d).T),
-        f"{mlp}gate_proj.weight": np.ascontiguousarray(gate_up[:, 0].T),
-        f"{mlp}up_proj.weight": np.ascontiguousarray(gate_up[:, 1].T),
-        f"{mlp}down_proj.weight": np.ascontiguousarray(np.asarray(layer.down).T),
     }
-    if layer.q_norm is not None:
-        tensors |= {f"{attention}q_norm.weight": np.asarray(layer.q_norm), f"{attention}k_norm.weight": np.asarray(layer.k_norm)}
+    if layer.gate_up is not None:
+        tensors |= _swiglu_tensors(mlp if layer.moe is None else f"{mlp}{SHARED}", np.asarray(layer.gate_up), np.asarray(layer.down))
+    if config.qk_norm:
+        norms = (layer.q_norm, layer.k_norm)
+        tensors |= {f"{attention}{name}.weight": np.asarray(norm) for name, norm in zip(HEAD_NORMS[config.qk_norm], norms, strict=True)}
+    if layer.moe is not None:
+        tensors |= moe_tensors(layer.moe, config.moe, mlp)
     return tensors
+
+
+def moe_tensors(moe: MoE, config: MoEConfig, prefix: str) -> dict[str, np.ndarray]:
+    """The checkpoint tensors of a router and its experts: the inverse of `moe_leaves`."""
+    tensors = {f"{prefix}{ROUTERS[config.names]}": np.ascontiguousarray(np.asarray(moe.router).T)}
+    if moe.selection_bias is not None:
+        tensors[f"{prefix}{SELECTION_BIAS}"] = np.asarray(moe.selection_bias)
+    for index, parts in enumerate(zip(np.asarray(moe.gate_up), np.asarray(moe.down), strict=True)):
+        tensors |= _swiglu_tensors(f"{prefix}{EXPERTS}{index}.", *parts)
+    return tensors
+
+
+def _swiglu_tensors(prefix: str, gate_up: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
+    parts = {"gate_proj": gate_up[:, 0], "up_proj": gate_up[:, 1], "down_proj": down}
+    return {f"{prefix}{name}.weight": np.ascontiguousarray(part.T) for name, part in parts.items()}
 
 
 def _leaf(tensors: tuple, read: Callable[[TensorSource, Window], np.ndarray]) -> Any:
@@ -160,11 +193,17 @@ def _transposed(name: str, shape: tuple[int, int]) -> Any:
     return Leaf(((name, shape),), lambda source, window: source.read(name, (window[1], window[0])).T)
 
 
-def _stack(layers: tuple[Layer, ...]) -> Layer:
-    def stacked(*leaves: Leaf) -> Leaf:
-        return Leaf(sum((leaf.tensors for leaf in leaves), ()), _reader_of_stack(leaves))
+def _gate_up(prefix: str, width: int, inputs: int) -> Any:
+    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    return Leaf(tuple((name, (width, inputs)) for name in names), functools.partial(_read_gate_up, names))
 
-    return jax.tree.map(stacked, *layers, is_leaf=is_leaf)
+
+def _stack(layers: tuple[Layer, ...]) -> Layer:
+    return jax.tree.map(_stack_leaves, *layers, is_leaf=is_leaf)
+
+
+def _stack_leaves(*leaves: Leaf) -> Any:
+    return Leaf(tuple(tensor for leaf in leaves for tensor in leaf.tensors), _reader_of_stack(leaves))
 
 
 def _reader_of_stack(leaves: tuple[Leaf, ...]) -> Callable[[TensorSource, Window], np.ndarray]:

@@ -1,6 +1,8 @@
 """The frozen language model: parameters, forward pass over packed rows, and logits."""
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +17,50 @@ from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_n
 
 
 @struct.dataclass
+class Runs:
+    """Layers of a scanned model that are not all alike: one stack for each run of consecutive layers of one kind."""
+
+    stacks: tuple[Layer, ...]  # each a Layer with the run's length leading
+
+
+@struct.dataclass
 class TargetParams:
     embed: jax.Array  # [V, D]
-    layers: tuple[Layer, ...] | Layer  # a tuple (unrolled) or one Layer with a leading L (scan)
+    layers: tuple[Layer, ...] | Layer | Runs  # a tuple (unrolled), one Layer with a leading L (scan), or several such
     final_norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [V, D], rows like `embed`; None when tied to it
 
 
 def target_specs(config: TransformerConfig) -> TargetParams:
     """Declaration of every parameter of the model."""
-    layer = layer_specs(config)
+    kinds = {sparse: layer_specs(config, sparse) for sparse in (False, True)}
+    layers = tuple(kinds[config.is_sparse(index)] for index in range(config.num_layers))
     return TargetParams(
         embed=Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), scale=0.02),
-        layers=stack(layer, config.num_layers) if config.scan_layers else (layer,) * config.num_layers,
+        layers=arrange(config, layers, lambda alike: stack(alike[0], len(alike))),
         final_norm=Param((config.hidden_size,), (None,), "ones", dtype=jnp.float32),
         lm_head=None if config.tie_embeddings else Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), scale=0.02),
     )
+
+
+def arrange(config: TransformerConfig, layers: tuple[Layer, ...], stacked: Callable[[tuple[Layer, ...]], Layer]):
+    """All layers as `TargetParams.layers` holds them; `stacked` makes one Layer of several that are alike."""
+    if not config.scan_layers:
+        return layers
+    runs = [stacked(tuple(layers[i] for i in run)) for _, run in itertools.groupby(range(config.num_layers), config.is_sparse)]
+    return runs[0] if len(runs) == 1 else Runs(tuple(runs))
+
+
+def layer_at(layers: tuple[Layer, ...] | Layer | Runs, index: int) -> Layer:
+    """One layer's parameters, however the model holds them."""
+    if isinstance(layers, tuple):
+        return layers[index]
+    for run in layers.stacks if isinstance(layers, Runs) else (layers,):
+        count = run.input_norm.shape[0]
+        if index < count:
+            return jax.tree.map(lambda x, i=index: x[i], run)
+        index -= count
+    raise IndexError("the model has fewer layers")
 
 
 def forward(
@@ -97,11 +127,20 @@ def _scan(run, layers, x, cache, taps):
 
     def step(carry, per_layer):
         x, tapped = carry
-        index, layer, k_cache, v_cache = per_layer
+        index, layer = per_layer
+        # Indexed here, not passed as scanned inputs: a run's part of the cache would be a copy.
+        k_cache, v_cache = (
+            jax.lax.dynamic_index_in_dim(part, index, keepdims=False, allow_negative_indices=False) for part in (cache.k, cache.v)
+        )
         x, kv = run(layer, x, k_cache, v_cache)
         tapped = jnp.where((ids == index)[:, None, None], x[None], tapped)
         return (x, tapped), kv
 
-    count = cache.k.shape[0]
-    (x, tapped), new_kv = jax.lax.scan(step, (x, tapped), (jnp.arange(count, dtype=jnp.int32), layers, cache.k, cache.v))
-    return x, jnp.swapaxes(tapped, 0, 1), new_kv
+    first, new_kv = 0, []
+    for stacked in layers.stacks if isinstance(layers, Runs) else (layers,):
+        count = stacked.input_norm.shape[0]
+        (x, tapped), kv = jax.lax.scan(step, (x, tapped), (jnp.arange(first, first + count, dtype=jnp.int32), stacked))
+        new_kv.append(kv)
+        first += count
+    joined = new_kv[0] if len(new_kv) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_kv)
+    return x, jnp.swapaxes(tapped, 0, 1), joined

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -18,6 +17,7 @@ from angelspec_jax.data.chat import encode_conversation
 from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.target.loading import Target
+from angelspec_jax.target.transformer import layer_at
 from angelspec_jax.tokenizer import Tokenizer
 
 GIB = 1024**3
@@ -176,7 +176,7 @@ def warm_start(params, target: Target):
     chosen = [round(i * (depth - 1) / max(count - 1, 1)) for i in range(count)]
     started = []
     for own, index in zip(params.layers, chosen, strict=True):
-        source = layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda x, i=index: x[i], layers)
+        source = layer_at(layers, index)
         values = {}
         for field in dataclasses.fields(own):
             mine, theirs = getattr(own, field.name), getattr(source, field.name)

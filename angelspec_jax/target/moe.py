@@ -1,0 +1,70 @@
+"""Routed feed-forward layers: a router picks each row's experts, and rows go through them sorted by expert. No row is dropped.
+
+`X` experts, `C` chosen a row. Routing is float32 throughout: a rounding there changes which experts answer.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from angelspec_jax.params import Param
+from angelspec_jax.target.config import MoEConfig
+
+
+@struct.dataclass
+class MoE:
+    router: jax.Array  # [D, X] float32
+    gate_up: jax.Array  # [X, D, 2, F]
+    down: jax.Array  # [X, F, D]
+    selection_bias: jax.Array | None = None  # [X] float32, added to the scores that choose and not to those that weigh
+
+
+def moe_specs(config: MoEConfig, width: int) -> MoE:
+    """Declaration of the router and the experts of one layer of a model of this width."""
+    x, f = config.num_experts, config.intermediate_size
+    return MoE(
+        router=Param((width, x), ("embed", None), dtype=jnp.float32),
+        gate_up=Param((x, width, 2, f), ("experts", None, None, None), scale=1 / math.sqrt(width)),
+        down=Param((x, f, width), ("experts", None, None), scale=1 / math.sqrt(f)),
+        selection_bias=Param((x,), (None,), "zeros", dtype=jnp.float32) if config.selection_bias else None,
+    )
+
+
+def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """Weighted sum of the chosen experts' SwiGLU, in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    chosen, weights = route(moe, config, rows)
+    return experts(moe, rows, chosen, weights).reshape(x.shape)
+
+
+def route(moe: MoE, config: MoEConfig, x: Float[Array, "N D"]) -> tuple[Int[Array, "N C"], Float[Array, "N C"]]:
+    """Ids and weights of each row's experts, best first; the lower id wins a tie."""
+    scores = jnp.einsum("nd,dx->nx", x.astype(jnp.float32), moe.router, precision=jax.lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(scores) if config.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
+    ranked = scores if moe.selection_bias is None else scores + moe.selection_bias[None]
+    _, chosen = jax.lax.top_k(ranked, config.experts_per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if config.normalize:
+        # Sigmoid scores may all underflow.
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen, weights * config.scale
+
+
+def experts(
+    moe: MoE, x: Float[Array, "N D"], chosen: Int[Array, "N C"], weights: Float[Array, "N C"]
+) -> Float[Array, "N D"]:
+    """The chosen experts' weighted sum: each expert reads its rows as one consecutive group of a grouped product."""
+    count, _, _, width = moe.gate_up.shape
+    assigned = chosen.reshape(-1)
+    order = jnp.argsort(assigned, stable=True)
+    sizes = jnp.bincount(assigned, length=count).astype(jnp.int32)
+    rows = x[order // chosen.shape[1]]
+    fused = jax.lax.ragged_dot(rows, moe.gate_up.reshape(count, x.shape[1], 2 * width), sizes)
+    active = jax.nn.silu(fused[:, :width]) * fused[:, width:]
+    out = jax.lax.ragged_dot(active, moe.down, sizes, preferred_element_type=jnp.float32)
+    # Back in the rows' order by a gather, whose sum over a row's experts has one order (a scatter's has not).
+    out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.sum(out * weights[..., None], axis=1)
