@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from angelspec_jax.drafter import layouts, loading
+from angelspec_jax.drafter import block, layouts, loading
 from angelspec_jax.drafter.card import DrafterCard, card_for, template_digest
 from angelspec_jax.drafter.context import fusion_prior
 from angelspec_jax.drafter.loading import create_drafter, load_drafter, save_drafter
+from angelspec_jax.drafter.types import DraftPolicy
 from angelspec_jax.mesh import make_mesh
 
 OPTIONS = {"mask_token": 96, "taps": 3, "num_layers": 2, "intermediate_size": 24}
@@ -56,6 +57,13 @@ def test_bfloat16_on_disk_and_in_memory(tiny_target, tmp_path):
     assert load_drafter(tmp_path / "d", tiny_target).params.context.fc.dtype == jnp.float32
     small = load_drafter(tmp_path / "d", tiny_target, dtype=jnp.bfloat16)
     assert small.params.context.fc.dtype == jnp.bfloat16 and small.params.norm.dtype == jnp.float32
+    features = jnp.ones((4, 3, 32), jnp.float32)
+    positions = jnp.arange(4, dtype=jnp.int32)
+    state = block.create_state(small.config, 1, 16, jnp.bfloat16)
+    state = block.extend(small.params, small.config, features, jnp.zeros(4, jnp.int32), positions, jnp.ones(4, bool), state)
+    policy = DraftPolicy(jnp.float32(0.0), candidates=8)
+    anchor, prefix = jnp.array([3], jnp.int32), jnp.array([4], jnp.int32)
+    assert block.draft(small.params, small.config, small.shared, anchor, prefix, state, None, policy).tokens.shape == (1, 7)
     save_drafter(tmp_path / "e", small, dtype=jnp.bfloat16)
     _same(layouts.read(tmp_path / "e").params, layouts.read(tmp_path / "d").params)
 
