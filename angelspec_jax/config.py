@@ -57,7 +57,7 @@ class DrafterSection:
     head_dim: int | None = None
     intermediate_size: int | None = None
     correction_size: int | None = None
-    init: Literal["random", "target"] = "random"  # "target": draft layers start as evenly spread target layers
+    init: str = "random"  # "target": draft layers start as evenly spread target layers; a folder: as the drafter saved there
 
     def __post_init__(self):
         _positive(self, "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "correction_size", "draft_vocab")

@@ -8,14 +8,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from angelspec_jax.config import DataSection, DrafterSection, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, pipeline
 from angelspec_jax.data.chat import encode_conversation
+from angelspec_jax.drafter import layouts
 from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
 from angelspec_jax.target.transformer import layer_at
 from angelspec_jax.tokenizer import Tokenizer
@@ -167,6 +170,34 @@ def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say:
             say(f"features: {done} of {total} sequences")
 
     return data.over(features.build(folder, samples, target.params, target.config, taps, identity, progress=progress))
+
+
+def check_initial(init: str, config: DrafterConfig) -> None:
+    """Raise FileNotFoundError or ValueError when `drafter.init` names a folder whose drafter is not of the run's shape."""
+    if init in ("random", "target"):
+        return
+    if not Path(init).is_dir():
+        raise FileNotFoundError(f"drafter.init {init!r} is neither random nor target nor the folder of a saved drafter")
+    found, wanted = layouts.read(init).config, config
+    layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
+    pairs = {name: (getattr(found.transformer, name), getattr(wanted.transformer, name)) for name in layer_fields}
+    pairs |= {f.name: (getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(config) if f.name != "transformer"}
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise ValueError(f"drafter.init {init} holds a drafter with {name}={old}, this run trains one with {new}")
+
+
+def initial_params(init: str, drafter: Drafter, target: Target, mesh: Mesh):
+    """Parameters a run starts from; `drafter` is the random one. A saved drafter must have the same draft vocabulary."""
+    if init == "random":
+        return drafter.params
+    if init == "target":
+        return warm_start(drafter.params, target)
+    saved = drafters.load_drafter(init, target, dtype=jnp.float32, mesh=mesh)
+    own, theirs = drafter.shared.draft_ids, saved.shared.draft_ids
+    if (own is None) != (theirs is None) or (own is not None and theirs is not None and not np.array_equal(own, theirs)):
+        raise ValueError(f"drafter.init {init} has another draft vocabulary than this data gives; train on the same data or start anew")
+    return saved.params
 
 
 def warm_start(params, target: Target):

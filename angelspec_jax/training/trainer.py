@@ -88,6 +88,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     if target is None:
         target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
     drafter_config = prepare.drafter_config(config.drafter, target)
+    prepare.check_initial(config.drafter.init, drafter_config)
     data = prepare.encode(config, target, conversations, say)
     prepare.check_mask_token(drafter_config.mask_token, data, target)
     draft_ids = prepare.draft_vocabulary(drafter_config, data, target)
@@ -156,7 +157,7 @@ class Run:
         )
 
         def initial() -> step.TrainState:
-            params = prepare.warm_start(drafter.params, target) if config.drafter.init == "target" else drafter.params
+            params = prepare.initial_params(config.drafter.init, drafter, target, job.mesh)
             params = jax.tree.map(jnp.copy, params)  # the step donates its state
             return _on_mesh(step.create_state(params, optimizer, run_key), job.mesh)
 

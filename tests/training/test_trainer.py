@@ -151,6 +151,7 @@ def test_another_config_or_other_data_does_not_continue_a_run(undisturbed, targe
         ("drafter.mask_token=<hole>", ValueError, "'<hole>' is not a token of tiny"),
         ("drafter.mask_token=w3", ValueError, "'w3'.*occurs in the data"),
         ("drafter.mask_token=72", ValueError, "mask_token 72 is outside the vocabulary of 72"),
+        ("drafter.init=nowhere", FileNotFoundError, "neither random nor target nor the folder of a saved drafter"),
         ("drafter.taps=[0,5]", ValueError, "tapped layer 5 does not exist in a target of 2 layers"),
         ("drafter.taps=[1,1]", ValueError, "some of them twice"),
         ("drafter.draft_vocab=100", ValueError, "draft_vocab must be between 1 and 72"),
@@ -196,6 +197,18 @@ def test_warm_start_copies_target_layers(target, tmp_path):
     narrow = create_drafter(target, jax.random.key(0), **prepare.drafter_options(dataclasses.replace(section, heads=2), target))
     with pytest.raises(ValueError, match="drafter.init=target needs draft layers of the target's shape"):
         prepare.warm_start(narrow.params, target)
+
+
+def test_a_run_may_start_from_a_saved_drafter(undisturbed, target, tmp_path):
+    _, exported = undisturbed
+    config = tiny_run.make_config(tmp_path, [*QUIET, f"drafter.init={exported}"])
+    job = trainer.prepare_job(config, target, lambda text: None)
+    drafter = create_drafter(target, jax.random.key(0), draft_ids=job.draft_ids, **prepare.drafter_options(config.drafter, target))
+    started = prepare.initial_params(config.drafter.init, drafter, target, job.mesh)
+    np.testing.assert_array_equal(started.layers[0].down, load_drafter(exported, target).params.layers[0].down)
+    for override, words in (("drafter.layers=3", "num_layers=.*this run trains one with 3"), ("drafter.block_size=7", "block_size=")):
+        with pytest.raises(ValueError, match=words):
+            trainer.prepare_job(tiny_run.make_config(tmp_path, [f"drafter.init={exported}", override]), target, lambda text: None)
 
 
 def test_draft_vocabulary_holds_the_end_and_the_answers_words(target, tmp_path):
