@@ -191,7 +191,8 @@ class Run:
                 done = index + 1
                 self.display.advance(done)
                 saving = interrupted.signal is not None or done % config.train.save_every == 0 or done == total
-                if saving or done % config.train.log_every == 0:
+                # A record never spans two objectives: they do not have the same metrics.
+                if saving or done % config.train.log_every == 0 or done in config.train.stage_ends():
                     self.log(window, done, clock, journal)
                     window = []
                 if saving:

@@ -119,6 +119,7 @@ def test_cached_features_train_like_computed_ones(undisturbed, target, tmp_path)
 def test_averaged_parameters_are_exported(target, tmp_path):
     config = tiny_run.make_config(tmp_path, [*QUIET, "train.ema=0.5", "train.steps=2", "drafter.init=target"])
     exported = load_file(trainer.train(config, target=target) / "model.safetensors")
+    assert [(r["step"], r["stage"]) for r in records(tmp_path)] == [(1, 0), (2, 1)]  # a record for each objective
     found = {name: np.frombuffer(data, np.float32) for name, data in state(tmp_path, 2) if data and len(data) % 4 == 0}
     last = [value for name, value in found.items() if name.endswith("['fusion']") and "params" in name]
     mean = [value for name, value in found.items() if name.endswith("['fusion']") and "average" in name]
