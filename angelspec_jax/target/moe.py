@@ -8,8 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from angelspec_jax import mesh as meshes
 from angelspec_jax.params import Param
 from angelspec_jax.target.config import MoEConfig
 
@@ -34,10 +36,34 @@ def moe_specs(config: MoEConfig, width: int) -> MoE:
 
 
 def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-    """Weighted sum of the chosen experts' SwiGLU, in float32."""
+    """Weighted sum of the chosen experts' SwiGLU, in float32.
+
+    Traced under `jax.set_mesh`, every device runs the experts it holds on the rows of its data shard, and the sums are added up. Without
+    that the partitioner decides, and it gathers all experts' weights on every device.
+    """
     rows = x.reshape(-1, x.shape[-1])
     chosen, weights = route(moe, config, rows)
-    return experts(moe, rows, chosen, weights).reshape(x.shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = expert_axes(mesh, config.num_experts)
+    if not spread:
+        return experts(moe, rows, chosen, weights).reshape(x.shape)
+
+    def local(moe, *inputs):
+        return jax.lax.psum(experts(moe, *inputs, first=jax.lax.axis_index(spread) * moe.gate_up.shape[0]), spread)
+
+    here = PartitionSpec("data") if rows.shape[0] % mesh.shape["data"] == 0 else PartitionSpec()
+    held = MoE(PartitionSpec(), PartitionSpec(spread), PartitionSpec(spread), PartitionSpec())
+    # Gradients do not pass here (a target is frozen), so nothing needs the proof that outputs agree across devices.
+    run = jax.shard_map(local, mesh=mesh, in_specs=(held, here, here, here), out_specs=here, check_vma=False)
+    return run(moe, rows, chosen, weights).reshape(x.shape)
+
+
+def expert_axes(mesh, count: int) -> tuple[str, ...]:
+    """Mesh axes over which this many experts are spread; none outside a mesh of this package."""
+    if set(mesh.axis_names) != set(meshes.AXES):
+        return ()
+    axes = meshes.partition(mesh, ("experts",), (count,))[0]
+    return axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
 
 def route(moe: MoE, config: MoEConfig, x: Float[Array, "N D"]) -> tuple[Int[Array, "N C"], Float[Array, "N C"]]:
@@ -54,17 +80,23 @@ def route(moe: MoE, config: MoEConfig, x: Float[Array, "N D"]) -> tuple[Int[Arra
 
 
 def experts(
-    moe: MoE, x: Float[Array, "N D"], chosen: Int[Array, "N C"], weights: Float[Array, "N C"]
+    moe: MoE, x: Float[Array, "N D"], chosen: Int[Array, "N C"], weights: Float[Array, "N C"], first: int | Int[Array, ""] = 0
 ) -> Float[Array, "N D"]:
-    """The chosen experts' weighted sum: each expert reads its rows as one consecutive group of a grouped product."""
-    count, _, _, width = moe.gate_up.shape
-    assigned = chosen.reshape(-1)
-    order = jnp.argsort(assigned, stable=True)
-    sizes = jnp.bincount(assigned, length=count).astype(jnp.int32)
+    """The chosen experts' weighted sum: each expert reads its rows as one consecutive group of a grouped product.
+
+    `moe` may hold only a part of the experts, from id `first` on; the others then add nothing.
+    """
+    count, width, _, hidden = moe.gate_up.shape
+    own = chosen.reshape(-1) - first
+    held = (own >= 0) & (own < count)
+    own = jnp.where(held, own, count)  # sorted behind every group
+    order = jnp.argsort(own, stable=True)
+    sizes = jnp.bincount(own, length=count).astype(jnp.int32)
     rows = x[order // chosen.shape[1]]
-    fused = jax.lax.ragged_dot(rows, moe.gate_up.reshape(count, x.shape[1], 2 * width), sizes)
-    active = jax.nn.silu(fused[:, :width]) * fused[:, width:]
+    fused = jax.lax.ragged_dot(rows, moe.gate_up.reshape(count, width, 2 * hidden), sizes)
+    active = jax.nn.silu(fused[:, :hidden]) * fused[:, hidden:]
     out = jax.lax.ragged_dot(active, moe.down, sizes, preferred_element_type=jnp.float32)
-    # Back in the rows' order by a gather, whose sum over a row's experts has one order (a scatter's has not).
-    out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-    return jnp.sum(out * weights[..., None], axis=1)
+    # Back in the rows' order by a gather, whose sum over a row's experts has one order (a scatter's has not). What no group covered
+    # is whatever the product left there.
+    out = jnp.where(held[:, None], out[jnp.argsort(order)], 0.0)
+    return jnp.sum(out.reshape(*chosen.shape, width) * weights[..., None], axis=1)
