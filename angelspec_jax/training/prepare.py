@@ -181,7 +181,8 @@ def check_initial(init: str, config: DrafterConfig) -> None:
     found, wanted = layouts.read(init).config, config
     layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
     pairs = {name: (getattr(found.transformer, name), getattr(wanted.transformer, name)) for name in layer_fields}
-    pairs |= {f.name: (getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(config) if f.name != "transformer"}
+    free = ("transformer", "block_size")  # no weight depends on the block size, so a run may change it
+    pairs |= {f.name: (getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(config) if f.name not in free}
     for name, (old, new) in pairs.items():
         if old != new:
             raise ValueError(f"drafter.init {init} holds a drafter with {name}={old}, this run trains one with {new}")

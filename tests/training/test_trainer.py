@@ -207,7 +207,7 @@ def test_a_run_may_start_from_a_saved_drafter(undisturbed, target, tmp_path):
     drafter = create_drafter(target, jax.random.key(0), draft_ids=job.draft_ids, **prepare.drafter_options(config.drafter, target))
     started = prepare.initial_params(config.drafter.init, drafter, target, job.mesh)
     np.testing.assert_array_equal(started.layers[0].down, load_drafter(exported, target).params.layers[0].down)
-    for override, words in (("drafter.layers=3", "num_layers=.*this run trains one with 3"), ("drafter.block_size=7", "block_size=")):
+    for override, words in (("drafter.layers=3", "num_layers=.*this run trains one with 3"), ("drafter.taps=[1]", "taps=")):
         with pytest.raises(ValueError, match=words):
             trainer.prepare_job(tiny_run.make_config(tmp_path, [f"drafter.init={exported}", override]), target, lambda text: None)
 
