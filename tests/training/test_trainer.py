@@ -224,6 +224,7 @@ def test_draft_vocabulary_holds_the_end_and_the_answers_words(target, tmp_path):
     assert prepare.draft_vocabulary(dataclasses.replace(model, draft_vocab=None), data, target) is None
 
 
+@pytest.mark.slow  # the step alone is checked on a mesh in test_sharding.py; this is the whole job
 def test_mesh_of_eight_devices_trains_like_one(undisturbed, target, tmp_path):
     overrides = [*QUIET, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     trainer.train(tiny_run.make_config(tmp_path, overrides), target=target)
