@@ -14,8 +14,8 @@ from angelspec_jax.params import map_params
 
 AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axis or axes. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips); one that does
-# not divide by several together is spread over the last of them that it does divide by.
+# Logical axis -> mesh axis or axes. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips); one that
+# does not divide by several together is spread over the last ones that it does divide by.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     "embed": "fsdp",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from angelspec_jax import places
 from angelspec_jax.drafter import layouts
 from angelspec_jax.drafter.block import BlockDrafter, drafter_specs
 from angelspec_jax.drafter.card import DrafterCard, card_for, check_shapes, check_target
@@ -43,23 +44,25 @@ def load_drafter(
     source,
     target,
     *,
+    revision: str | None = None,
     dtype=None,
     mesh: Mesh | None = None,
     thinking: str | None = None,
     allow_template_mismatch: bool = False,
     **overrides: Any,
 ) -> Drafter:
-    """Load a drafter directory for `target` (with `params`, `config`, `name` and `chat_template`).
+    """Load a drafter (a directory, a hub id, or a `gs://` address) for `target` (with `params`, `config`, `name` and `chat_template`).
 
     Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides`
     answer what the checkpoint leaves open (`layout_settings.Overrides`). ValueError, one sentence, when the drafter does not fit.
     """
-    params, config, card, draft_ids = layouts.read(source, **overrides)
+    path = places.resolve(source, revision)
+    params, config, card, draft_ids = layouts.read(path, **overrides)
     check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)
     specs = drafter_specs(config)
     dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
     params = jax.tree.map(lambda leaf, spec: np.asarray(leaf, spec.dtype or dtype), params, specs)
-    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids, dtype), card, Path(source).resolve().name)
+    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids, dtype), card, places.name(source, path))
 
 
 def create_drafter(

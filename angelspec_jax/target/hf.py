@@ -113,7 +113,7 @@ def parse_hunyuan_v1_moe(values: dict, layers: int, file: str | Path) -> MoEConf
         if _switch(values, key, file, only) != only:
             raise ValueError(f"{file}: {key}={values[key]} is not supported for Hunyuan-V1")
     if values.get("moe_layer_num_skipped"):
-        raise ValueError(f"{file}: moe_layer_num_skipped={values['moe_layer_num_skipped']!r} is not supported; every layer routes to experts")
+        raise ValueError(f"{file}: moe_layer_num_skipped={values['moe_layer_num_skipped']} is not supported; it should be 0")
     width = _same(values, ("moe_intermediate_size", "intermediate_size"), layers, file, first=True)
     return MoEConfig(
         num_experts=_same(values, ("num_experts", "num_local_experts"), layers, file),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from angelspec_jax import mesh as meshes
+from angelspec_jax import places
 from angelspec_jax import tokenizer as tokenizers
 from angelspec_jax.params import is_param, map_params
 from angelspec_jax.target import gguf, hf, layout
@@ -38,6 +39,7 @@ class Target:
 class Description:
     """What a source holds, known before any weight is read."""
 
+    path: Path
     tensors: layout.TensorSource
     config: TransformerConfig
     prefix: str
@@ -76,20 +78,21 @@ class Requirement:
 def load_target(
     source: str | Path,
     *,
+    revision: str | None = None,
     dtype=None,
     mesh: jax.sharding.Mesh | None = None,
     rules=None,
     scan_layers: bool | None = None,
     need_tokenizer: bool = True,
 ) -> Target:
-    """Load a target from a Hugging Face directory or a GGUF file.
+    """Load a target from a Hugging Face directory or a GGUF file: a path, a hub id (at `revision`) or a `gs://` address.
 
     `dtype` defaults to the file's on accelerators and to float32 on CPU; `scan_layers` to True on accelerators and False on CPU. With a
     `mesh` every device's shard is read straight from the file; without one everything goes to the default device. `need_tokenizer=False`
     accepts a checkpoint without a tokenizer, for work on token ids. Raises FileNotFoundError or ValueError with one sentence before any
     large allocation when the source is missing, damaged, inconsistent or too large.
     """
-    described = describe(source)
+    described = describe(source, revision)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     dtype = np.dtype(jnp.dtype(dtype)) if dtype is not None else np.dtype(np.float32) if on_cpu else described.dtype
@@ -113,14 +116,15 @@ def load_target(
         chat_template=described.chat_template,
         eos_ids=described.eos_ids,
         name=described.name,
-        source=Path(source),
+        source=described.path,
         fingerprint=fingerprint(described.tensors, config, leaves),
     )
 
 
-def describe(source: str | Path) -> Description:
+def describe(source: str | Path, revision: str | None = None) -> Description:
     """Read configuration, tokenizer and tensor headers of a source, no weights."""
-    path = Path(source).expanduser()
+    path = places.resolve(source, revision)
+    name = places.name(source, path)
     if not path.exists():
         raise FileNotFoundError(f"{source} does not exist; give a Hugging Face model directory or a GGUF file")
     if path.is_dir() and not (path / "config.json").exists():
@@ -129,7 +133,7 @@ def describe(source: str | Path) -> Description:
             found = f"{len(files)} GGUF files" if files else "neither a config.json nor a GGUF file"
             raise FileNotFoundError(f"{source} holds {found}; give a Hugging Face model directory or one GGUF file")
         path = files[0]
-    return _describe_directory(path) if path.is_dir() else _describe_gguf(path)
+    return _describe_directory(path, name) if path.is_dir() else _describe_gguf(path)
 
 
 def requirement(config: TransformerConfig, dtype, mesh: jax.sharding.Mesh | None = None, rules=None) -> Requirement:
@@ -189,6 +193,7 @@ def fingerprint(tensors: layout.TensorSource, config: TransformerConfig, leaves)
 def _describe_gguf(path: Path) -> Description:
     file = gguf.open_gguf(path)
     return Description(
+        path=path,
         tensors=file,
         config=gguf.read_config(file.metadata, file.tensors, path),
         prefix="model.",
@@ -200,20 +205,21 @@ def _describe_gguf(path: Path) -> Description:
     )
 
 
-def _describe_directory(path: Path) -> Description:
+def _describe_directory(path: Path, name: str) -> Description:
     config, eos = hf.read_config(path)
     tensors = hf.open_tensors(path)
     layout.check_depth(config.num_layers, len(tensors.names()), path)
     prefix = hf.name_prefix(tensors)
     embedding = f"{prefix}embed_tokens.weight"
     return Description(
+        path=path,
         tensors=tensors,
         config=config,
         prefix=prefix,
         tokenizer=tokenizers.from_directory(path),
         chat_template=hf.read_chat_template(path),
         eos_ids=eos,
-        name=path.resolve().name,
+        name=name,
         dtype=tensors.dtype(embedding) if embedding in tensors.names() else np.dtype(np.float32),
     )
 

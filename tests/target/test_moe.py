@@ -34,11 +34,16 @@ def model(moe: MoEConfig, scan_layers: bool = False) -> TransformerConfig:
 
 
 FORMS = {
-    "qwen3": ("Qwen3MoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "hunyuan": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": [2] * 3, "moe_intermediate_size": [12] * 3, "num_shared_expert": [2] * 3}),
+    "qwen3": ("Qwen3MoeForCausalLM", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "mlp_only_layers": [1],
+    }),
+    "hunyuan": ("HunYuanMoEV1ForCausalLM", {
+        "num_experts": 4, "moe_topk": [2] * 3, "moe_intermediate_size": [12] * 3, "num_shared_expert": [2] * 3,
+    }),
     "hy3": ("HYV3ForCausalLM", {
         "num_experts": 8, "num_experts_per_tok": 3, "expert_hidden_dim": 12, "num_shared_experts": 1, "first_k_dense_replace": 1,
-        "router_scaling_factor": 2.5, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "qk_norm": True,
+        "router_scaling_factor": 2.5, "route_norm": True, "qk_norm": True,
+        "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True,
     }),
 }  # fmt: skip
 
