@@ -3,6 +3,7 @@
 import json
 import types
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -84,7 +85,7 @@ def test_step_costs_cover_every_part(toy_target, toy_drafter, monkeypatch):
     found = step_costs.measure_widths(toy_target, toy_drafter, widths=(4, 1), context=10, capacity=48, repeats=2)
     assert list(found.verify) == [1, 4]
     assert min(*found.verify.values(), found.plain, found.draft) > 0
-    assert found.weight_bytes == 4 * sum(leaf.size for leaf in _leaves(toy_target.params)) - toy_target.params.embed.nbytes
+    assert found.weight_bytes == 4 * sum(leaf.size for leaf in jax.tree.leaves(toy_target.params)) - toy_target.params.embed.nbytes
     assert found.floor == found.weight_bytes / 1e9
     assert found.break_even(4) == pytest.approx((found.verify[4] + found.draft) / found.plain)
     with pytest.raises(ValueError, match="widths must lie between 1 and 64"):

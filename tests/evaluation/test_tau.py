@@ -19,31 +19,32 @@ PROMPT = [72, 105, 33, 60, 61]
 
 
 def test_counters_become_rates():
-    found = Acceptance(rounds=10, emitted=25, verified=(10, 10, 5), accepted=(8, 4, 0))
-    assert found.tau == 2.5
+    found = Acceptance(rounds=12, emitted=25, verified=(10, 10, 5), reached=(10, 8, 2), accepted=(8, 4, 0))
+    assert found.tau == 25 / 12
+    assert found.drafted == 10
     assert found.survival == (0.8, 0.4, 0.0)
     assert found.conditional == (0.8, 0.5, 0.0)
     assert found.verified_accepted == 12 / 25
-    assert found.to_dict()["tau"] == 2.5
+    assert found.to_dict()["tau"] == 25 / 12
 
 
 def test_positions_that_were_never_reached_have_no_rate():
-    found = Acceptance(rounds=4, emitted=4, verified=(4, 4), accepted=(0, 0))
+    found = Acceptance(rounds=4, emitted=4, verified=(4, 4), reached=(4, 0), accepted=(0, 0))
     assert found.conditional == (0.0, None)
     assert Acceptance(rounds=3, emitted=3).verified_accepted is None
     assert Acceptance().tau == 0.0
 
 
 def test_pooling_adds_counters_so_long_texts_weigh_more():
-    together = pool([Acceptance(1, 4, (1, 1, 1), (1, 1, 1)), Acceptance(9, 9, (9,), (0,))])
-    assert together == Acceptance(10, 13, (10, 1, 1), (1, 1, 1))
+    together = pool([Acceptance(1, 4, (1, 1, 1), (1, 1, 1), (1, 1, 1)), Acceptance(9, 9, (9,), (9,), (0,))])
+    assert together == Acceptance(10, 13, (10, 1, 1), (10, 1, 1), (1, 1, 1))
     assert together.tau == 1.3
 
 
 def test_counters_of_a_generation_are_pooled_over_requests():
-    statistics = Statistics(jnp.array([2, 3]), jnp.array([[2, 2], [3, 1]]), jnp.array([[1, 0], [2, 1]]))
+    statistics = Statistics(jnp.array([2, 3]), jnp.array([[2, 2], [3, 1]]), jnp.array([[2, 1], [3, 1]]), jnp.array([[1, 0], [2, 1]]))
     generation = Generation(jnp.zeros((2, 16), jnp.int32), jnp.array([4, 5]), jnp.array([7, 11]), statistics)
-    assert tau.acceptance(generation) == Acceptance(5, 9, (5, 3), (3, 1))
+    assert tau.acceptance(generation) == Acceptance(5, 9, (5, 3), (5, 2), (3, 1))
 
 
 def test_same_texts_are_equal(toy_target):
