@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from angelspec_jax.config import load as load_config
     from angelspec_jax.drafter.loading import Drafter, load_drafter, save_drafter
     from angelspec_jax.target.loading import Target, load_target
-    from angelspec_jax.text import Completion, generate, stream
+    from angelspec_jax.text import Completion, generate, measure_policy, stream
     from angelspec_jax.training.trainer import train
 
 _HOMES = {  # name -> module, name there
@@ -22,12 +22,13 @@ _HOMES = {  # name -> module, name there
     "load_config": ("config", "load"),
     "load_drafter": ("drafter.loading", "load_drafter"),
     "load_target": ("target.loading", "load_target"),
+    "measure_policy": ("text", "measure_policy"),
     "save_drafter": ("drafter.loading", "save_drafter"),
     "stream": ("text", "stream"),
     "train": ("training.trainer", "train"),
 }
 
-__all__ = ["Completion", "Drafter", "Target", "generate", "load_config", "load_drafter", "load_target", "save_drafter", "stream", "train"]
+__all__ = ["Completion", "Drafter", "Target", "generate", "load_config", "load_drafter", "load_target", "measure_policy", "save_drafter", "stream", "train"]
 
 
 def __getattr__(name: str):

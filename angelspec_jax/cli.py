@@ -238,6 +238,7 @@ def evaluate(
     limit: Annotated[int, typer.Option(min=1, help="Prompts per domain.")] = 12,
     speed: Annotated[bool, typer.Option(help="Time plain decoding too and compare the words.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the fastest counts.")] = 1,
+    adaptive: Annotated[bool, typer.Option(help="Verify as many drafts as pay on this device, instead of always all.")] = False,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -263,7 +264,7 @@ def evaluate(
     model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
     if helper is None:
         raise ValueError("there is no drafter to evaluate; name one with --drafter")
-    options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats)
+    options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats, adaptive)
     with show.progress_bar(console, "decoding the prompts") as progress:
         found = measure(model, helper, prompts, options, timed=speed, progress=progress, **switches)
     console.print(report.domain_table(f"{model.name} with {helper.name}", found.acceptance, found.speeds))

@@ -8,9 +8,10 @@ import numpy as np
 
 from angelspec_jax.data import chat
 from angelspec_jax.data.chat import Messages
+from angelspec_jax.decoding import costs
 from angelspec_jax.decoding import generate as decoding
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.decoding.step import Plan, Policy, Weights
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
 from angelspec_jax.tokenizer import Detokenizer, Tokenizer
@@ -49,19 +50,21 @@ def generate(
     min_p: float = 0.0,
     seed: int = 0,
     capacity: int | None = None,
+    policy: Policy | None = None,
     **switches: Any,
 ) -> list[Completion]:
     """Answer one prompt or a batch; with a drafter the words are the same and come faster.
 
     A prompt is a text (the user's message) or a conversation, a list of {"role", "content"}. `switches` go to the model's chat template,
     such as `enable_thinking`; a model without a template continues the text. Temperature 0 is greedy; request r of a batch draws with
-    seed + r. `capacity` fixes the tokens a request can hold, so that calls of any length share one compiled program. Raises ValueError
+    seed + r. `capacity` fixes the tokens a request can hold, so that calls of any length share one compiled program. With a `policy` from
+    `measure_policy` each round verifies as many drafts as pay on this device, none included. Raises ValueError
     with one sentence for prompts that are empty or do not fit, and for options out of range.
     """
     ids = [encode(target, prompt, **switches) for prompt in batch_of(prompts)]
     sampling = make_sampling(len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    plan, weights = prepare(target, drafter)
-    generation = decoding.generate(plan, weights, ids, max_new_tokens, sampling=sampling, capacity=capacity)
+    plan, weights = prepare(target, drafter, adaptive=policy is not None)
+    generation = decoding.generate(plan, weights, ids, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
     rounds = np.asarray(generation.statistics.rounds)
     return [completion(target, said, int(count)) for said, count in zip(generation.texts(), rounds, strict=True)]
 
@@ -78,14 +81,15 @@ def stream(
     min_p: float = 0.0,
     seed: int = 0,
     capacity: int | None = None,
+    policy: Policy | None = None,
     **switches: Any,
 ) -> Iterator[Delta]:
     """The same answer as `generate` gives, round by round as it is decoded."""
     sampling = make_sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    plan, weights = prepare(target, drafter)
+    plan, weights = prepare(target, drafter, adaptive=policy is not None)
     detokenizer = Detokenizer(require_tokenizer(target))
     ids = encode(target, prompt, **switches)
-    for (tokens,) in decoding.stream(plan, weights, [ids], max_new_tokens, sampling=sampling, capacity=capacity):
+    for (tokens,) in decoding.stream(plan, weights, [ids], max_new_tokens, sampling=sampling, policy=policy, capacity=capacity):
         shown = [token for token in tokens if token not in target.eos_ids]
         yield Delta(detokenizer.push(shown) if shown else "", tuple(tokens))
     rest = detokenizer.finish()
@@ -106,12 +110,20 @@ def encode(target: Target, prompt: Prompt, **switches: Any) -> list[int]:
     return chat.encode_prompt(tokenizer, target.chat_template, messages, **switches)
 
 
-def prepare(target: Target, drafter: Drafter | None = None) -> tuple[Plan, Weights]:
-    """What the decoding functions take for a target, alone or with a drafter."""
+def prepare(target: Target, drafter: Drafter | None = None, *, adaptive: bool = False) -> tuple[Plan, Weights]:
+    """What the decoding functions take for a target, alone or with a drafter; `adaptive` allows rounds with fewer drafts or none."""
     stops = tuple(target.eos_ids)
     if drafter is None:
         return Plan(target.config, stop_ids=stops), Weights(target.params)
-    return Plan(target.config, drafter.config, stop_ids=stops), Weights(target.params, drafter.params, drafter.shared)
+    budgets = costs.default_budgets(drafter.config.num_drafts) if adaptive else ()
+    plan = Plan(target.config, drafter.config, stop_ids=stops, budgets=budgets)
+    return plan, Weights(target.params, drafter.params, drafter.shared)
+
+
+def measure_policy(target: Target, drafter: Drafter, *, requests: int = 1, capacity: int = 512) -> Policy:
+    """Costs of every budget on this device for batches of `requests`, measured in a few seconds beside compiling."""
+    plan, weights = prepare(target, drafter, adaptive=True)
+    return costs.measure(plan, weights, requests=requests, capacity=capacity)
 
 
 def completion(target: Target, tokens: Sequence[int], rounds: int) -> Completion:

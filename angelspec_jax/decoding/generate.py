@@ -114,9 +114,7 @@ def start(
         sampling=make_sampling(requests) if sampling is None else jax.tree.map(jnp.copy, sampling),  # the state is donated
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
         drafter=None if plan.drafter is None else block.create_state(plan.drafter, requests, capacity, dtype),
-        statistics=Statistics(
-            jnp.zeros(requests, jnp.int32), jnp.zeros((requests, drafts), jnp.int32), jnp.zeros((requests, drafts), jnp.int32)
-        ),
+        statistics=Statistics(jnp.zeros(requests, jnp.int32), *(jnp.zeros((requests, drafts), jnp.int32) for _ in range(3))),
         round=jnp.int32(0),
         pace=jnp.float32(jnp.inf),
     )

@@ -85,6 +85,7 @@ class Statistics:
 
     rounds: Int[Array, "R"]
     verified: Int[Array, "R K"]  # rounds in which draft k was verified
+    reached: Int[Array, "R K"]  # ... and the draft before it had been accepted
     accepted: Int[Array, "R K"]  # rounds in which draft k was accepted
 
 
@@ -280,10 +281,12 @@ def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
     if checked is None:
         return statistics
     index = jnp.arange(checked.shape[1], dtype=jnp.int32)[None]
+    running = running[:, None]
     return dataclasses.replace(
         statistics,
-        verified=statistics.verified + checked.astype(jnp.int32) * running[:, None],
-        accepted=statistics.accepted + (index < accepted[:, None]).astype(jnp.int32) * running[:, None],
+        verified=statistics.verified + checked.astype(jnp.int32) * running,
+        reached=statistics.reached + (checked & (index <= accepted[:, None])).astype(jnp.int32) * running,
+        accepted=statistics.accepted + (index < accepted[:, None]).astype(jnp.int32) * running,
     )
 
 

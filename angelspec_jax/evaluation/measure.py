@@ -7,6 +7,7 @@ from typing import Any
 from angelspec_jax import text
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
+from angelspec_jax.decoding.step import Plan, Policy
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import tau, throughput
 from angelspec_jax.evaluation.tau import Acceptance, Agreement
@@ -28,6 +29,7 @@ class Options:
     seed: int = 0  # prompt i draws with seed + i
     capacity: int | None = None
     repeats: int = 1  # timed runs of each prompt, of which the fastest counts
+    adaptive: bool = False  # verify as many drafts as pay on this device, by costs measured first; else always all
 
     def sampling(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
@@ -41,6 +43,7 @@ class Measurement:
     speeds: dict[str, Speed] | None
     agreement: Agreement | None
     records: list[dict[str, Any]]  # one a prompt
+    policy: dict[str, Any] | None  # seconds of a round by budget and of drafting, where drafting was adaptive
     left_out: int  # prompts that leave no room in the model's context
 
     def survival(self) -> dict[str, tuple[float, ...]]:
@@ -56,6 +59,7 @@ class Measurement:
             "acceptance": {domain: found.to_dict() for domain, found in self.acceptance.items()},
             "speed": None if self.speeds is None else {domain: speed.to_dict() for domain, speed in self.speeds.items()},
             "agreement": agreement,
+            "policy": self.policy,
             "left_out": self.left_out,
             "prompts": self.records,
         }
@@ -90,24 +94,28 @@ def measure(
     if timed:
         return _against_plain(target, drafter, kept, options, capacity, left_out, progress)
     found, records = [], []
-    plan, weights = text.prepare(target, drafter)
+    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
+    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
     for index, (domain, ids) in enumerate(kept):
         sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
-        generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, capacity=capacity)
+        generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
         found.append((domain, tau.acceptance(generation)))
         records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(found[-1][1])})
         if progress is not None:
             progress(index + 1, len(kept))
-    return Measurement(_pooled(found), None, None, records, left_out)
+    return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out)
 
 
 def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, progress) -> Measurement:
+    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
+    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
     pairs = throughput.interleaved(
         text.prepare(target),
-        text.prepare(target, drafter),
+        (plan, weights),
         [ids for _, ids in kept],
         options.max_new_tokens,
         capacity,
+        policy=policy,
         repeats=options.repeats,
         progress=progress,
         **options.sampling(),
@@ -120,7 +128,14 @@ def _against_plain(target, drafter, kept, options: Options, capacity: int, left_
         comparisons.append(compared)
         records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(counted), **_times(pair), **dataclasses.asdict(compared)})
     speeds = {domain: throughput.speed(group) for domain, group in _groups([(d, p) for (d, _), p in zip(kept, pairs, strict=True)]).items()}
-    return Measurement(_pooled(found), speeds, tau.agreement(comparisons), records, left_out)
+    return Measurement(_pooled(found), speeds, tau.agreement(comparisons), records, _described(plan, policy), left_out)
+
+
+def _described(plan: Plan, policy: Policy | None) -> dict[str, Any] | None:
+    if policy is None:
+        return None
+    costs = [float(cost) for cost in policy.costs]
+    return {"budgets": list(plan.budgets), "round_seconds": costs, "draft_seconds": float(policy.draft_cost)}
 
 
 def _groups(items: Sequence[tuple[str, Any]]) -> dict[str, list]:

@@ -22,6 +22,7 @@ from angelspec_jax.target.loading import Target
 from angelspec_jax.target.transformer import TargetParams, forward, logits
 
 NEAR_TIE = 1e-4  # of float32 scores after the noise: two correct programs may choose differently below it
+POSITIONAL = ("verified", "reached", "accepted")  # counters by draft position
 TOKENS_PER_TIE = 20_000  # one near tie in so many tokens is tolerated
 
 
@@ -32,6 +33,7 @@ class Acceptance:
     rounds: int = 0
     emitted: int = 0  # tokens, bonus and stop tokens included
     verified: tuple[int, ...] = ()  # [K] rounds in which draft k was verified
+    reached: tuple[int, ...] = ()  # [K] rounds in which draft k was verified and the draft before it accepted
     accepted: tuple[int, ...] = ()  # [K] rounds in which draft k, and so every draft before it, was accepted
 
     @property
@@ -40,18 +42,19 @@ class Acceptance:
         return self.emitted / max(self.rounds, 1)
 
     @property
+    def drafted(self) -> int:
+        """Rounds in which anything was drafted and verified."""
+        return self.verified[0] if self.verified else 0
+
+    @property
     def survival(self) -> tuple[float, ...]:
-        """[K] share of the rounds in which the drafts up to k were all accepted."""
-        return tuple(count / max(self.rounds, 1) for count in self.accepted)
+        """[K] share of the rounds with drafts in which those up to k were all accepted; a draft that was cut was not."""
+        return tuple(count / max(self.drafted, 1) for count in self.accepted)
 
     @property
     def conditional(self) -> tuple[float | None, ...]:
-        """[K] share of the rounds that got as far as draft k in which it was accepted too; None where none got so far.
-
-        A draft that was cut before verification counts as not accepted, here and in `survival`.
-        """
-        reached = (self.rounds, *self.accepted)
-        return tuple(got / before if before else None for before, got in zip(reached, self.accepted, strict=False))
+        """[K] share of the rounds that verified draft k and accepted all before it that accepted it too; None without such rounds."""
+        return tuple(got / before if before else None for before, got in zip(self.reached, self.accepted, strict=True))
 
     @property
     def verified_accepted(self) -> float | None:
@@ -60,7 +63,7 @@ class Acceptance:
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and rates, as JSON takes them."""
-        rates = {name: getattr(self, name) for name in ("tau", "survival", "conditional", "verified_accepted")}
+        rates = {name: getattr(self, name) for name in ("tau", "drafted", "survival", "conditional", "verified_accepted")}
         return dataclasses.asdict(self) | rates
 
 
@@ -70,8 +73,7 @@ def acceptance(generation: Generation) -> Acceptance:
     return Acceptance(
         rounds=int(statistics.rounds.sum()),
         emitted=int((np.asarray(generation.length) - np.asarray(generation.prompt_length)).sum()),
-        verified=tuple(int(count) for count in statistics.verified.sum(axis=0)),
-        accepted=tuple(int(count) for count in statistics.accepted.sum(axis=0)),
+        **{name: tuple(int(count) for count in getattr(statistics, name).sum(axis=0)) for name in POSITIONAL},
     )
 
 
@@ -86,8 +88,7 @@ def pool(parts: Iterable[Acceptance]) -> Acceptance:
     return Acceptance(
         rounds=sum(part.rounds for part in parts),
         emitted=sum(part.emitted for part in parts),
-        verified=add([part.verified for part in parts]),
-        accepted=add([part.accepted for part in parts]),
+        **{name: add([getattr(part, name) for part in parts]) for name in POSITIONAL},
     )
 
 

@@ -1,5 +1,7 @@
 """Drafters whose quality a test chooses: they know the answer and garble some of it."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,28 @@ from decoding_bench import Bench, depths, last_siblings
 
 from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter import block
+from angelspec_jax.drafter.loading import create_drafter
 from angelspec_jax.drafter.types import Draft, OneHot
+from angelspec_jax.params import initialize
+from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.transformer import target_specs
 
 
 @pytest.fixture(scope="session")
-def make_bench(toy):
+def make_bench():
+    """`make_bench(family="dfly")`: a random target of 6 layers and 96 tokens, and a random drafter of blocks of 4."""
+
     def make(family: str = "dfly") -> Bench:
-        made = toy(family)
-        target, drafter = made.target, made.drafter
+        config = TransformerConfig(96, 32, 48, 6, 4, 2, 8)
+        target = types.SimpleNamespace(
+            params=initialize(target_specs(config), jax.random.key(0)), config=config, chat_template=None, name="toy", fingerprint="0123"
+        )
+        drafter = create_drafter(
+            target, jax.random.key(1), family=family, num_layers=2, block_size=4, taps=2, mask_token=95, correction_size=16
+        )
         return Bench(
-            Plan(target.config, prefill_chunk=4),
-            Plan(target.config, drafter.config, prefill_chunk=4),
+            Plan(config, prefill_chunk=4),
+            Plan(config, drafter.config, prefill_chunk=4),
             Weights(target.params, drafter.params, drafter.shared),
         )
 
