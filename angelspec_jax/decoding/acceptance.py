@@ -13,11 +13,11 @@ from angelspec_jax.drafter.types import Draft
 
 @struct.dataclass
 class Accepted:
-    """The accepted path of every request: `path[r, :count[r] + 1]` are its rows (row 0, the anchor, first)."""
+    """The accepted path of every request: `path[r, :count[r] + 1]` are its rows (row 0, the anchor, first); None says row = depth."""
 
     count: Int[Array, "R"]  # accepted drafts
-    path: Int[Array, "R W"]  # row at each depth; rows past `count` mean nothing
     tokens: Int[Array, "R W"]  # what each path row emits: the accepted drafts, then the bonus token
+    path: Int[Array, "R W"] | None = None  # row at each depth; rows past `count` mean nothing
 
 
 def accept(draft: Draft | None, chosen: Int[Array, "R W"], verified: Bool[Array, "R K"] | None = None) -> Accepted:
@@ -27,15 +27,13 @@ def accept(draft: Draft | None, chosen: Int[Array, "R W"], verified: Bool[Array,
     """
     requests, width = chosen.shape
     if draft is None or width == 1:
-        nothing = jnp.zeros((requests, 1), jnp.int32)
-        return Accepted(nothing[:, 0], nothing, chosen[:, :1])
+        return Accepted(jnp.zeros((requests,), jnp.int32), chosen[:, :1])
     tokens = draft.tokens[:, : width - 1]
     if verified is None:
         verified = jnp.ones(tokens.shape, bool)
     if draft.parents is None:
         alive = jnp.cumprod(((tokens == chosen[:, :-1]) & verified).astype(jnp.int32), axis=1)
-        path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (requests, width))
-        return Accepted(jnp.sum(alive, axis=1), path, chosen)
+        return Accepted(jnp.sum(alive, axis=1), chosen)
     parents = draft.parents[:, : width - 1]
     wanted = jnp.take_along_axis(chosen, parents + 1, axis=1)
     return _walk((tokens == wanted) & verified, parents, chosen)
@@ -54,4 +52,4 @@ def _walk(matches: Bool[Array, "R K"], parents: Int[Array, "R K"], chosen: Int[A
         count = count + going.astype(jnp.int32)
         path.append(row)
     path = jnp.stack(path, axis=1)
-    return Accepted(count, path, jnp.take_along_axis(chosen, path, axis=1))
+    return Accepted(count, jnp.take_along_axis(chosen, path, axis=1), path)

@@ -250,13 +250,13 @@ def _emit(plan: Plan, state: DecodeState, accepted) -> tuple[Emitted, Bool[Array
 
 def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified, path, emitted: Emitted, prefix) -> DecodeState:
     """Write the anchor and all emitted drafts but the last token, which becomes the next anchor."""
-    requests, width = path.shape
+    requests, width = emitted.tokens.shape
     depth = jnp.arange(width, dtype=jnp.int32)[None]
     keep = (depth < emitted.count[:, None]).reshape(-1)
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
     positions = (prefix[:, None] + depth).reshape(-1)
     new_kv, features = verified.new_kv, verified.features
-    if plan.drafter is not None and width > 1:
+    if path is not None:
         features = jnp.take_along_axis(features, path[:, :, None, None], axis=1)
         source = request * width + path.reshape(-1)
         axis = 0 if isinstance(state.cache.k, tuple) else 1
