@@ -2,7 +2,8 @@
 
 Two layouts, a static choice. *Pages* (TPU): `[pages, G, page, E]` with a table `[R, pages]` naming each request's pages in order.
 *Slots* (CPU): request r owns slot r, no table; values are `[R, G, S, E]` and keys `[R, G, E, S]`, the order in which attention multiplies
-them, because XLA on CPU would otherwise transpose the keys at every step. Layers are a tuple of arrays (unrolled layers) or one stacked array (scan).
+them, because XLA on CPU would otherwise transpose the keys at every step. Layers are a tuple of arrays (unrolled layers) or one stacked
+array (scan).
 """
 
 import functools
@@ -13,6 +14,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from angelspec_jax.target.config import TransformerConfig
+from pallas_kernels import reference
+from pallas_kernels.cache_commit import cache_commit
 
 
 @struct.dataclass
@@ -62,7 +65,7 @@ def commit(
         write_v = functools.partial(_write_slots, request=request, column=column, axis=2)
     else:
         write_k = write_v = functools.partial(_write_pages, table=cache.table, request=request, positions=positions, accepted=accepted)
-    if isinstance(cache.k, tuple):
+    if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
         k = tuple(write_k(old, new) for old, new in zip(cache.k, new_k, strict=True))
         v = tuple(write_v(old, new) for old, new in zip(cache.v, new_v, strict=True))
     else:
@@ -78,17 +81,7 @@ def _write_slots(slots, new: Float[Array, "N G E"], *, request: Int[Array, "N"],
     return slots.at[request, :, :, column].set(new, mode="drop")
 
 
-def _write_pages(
-    pages: Float[Array, "P G page E"],
-    new: Float[Array, "N G E"],
-    *,
-    table: Int[Array, "R pages"],
-    request: Int[Array, "N"],
-    positions: Int[Array, "N"],
-    accepted: Bool[Array, "N"],
-) -> Float[Array, "P G page E"]:
-    page, columns = pages.shape[2], table.shape[1]
-    index = table[request, jnp.minimum(positions // page, columns - 1)]
-    accepted = accepted & (positions < page * columns)
-    offset = jnp.where(accepted, positions % page, page)  # out of bounds: dropped
-    return pages.at[index, :, offset].set(new.astype(pages.dtype), mode="drop")
+def _write_pages(pages: Float[Array, "P G page E"], new: Float[Array, "N G E"], *, table, request, positions, accepted):
+    """Rows into their request's pages, by the kernel on TPU and by its twin elsewhere."""
+    arguments = (pages, new, table, request, positions, accepted)
+    return jax.lax.platform_dependent(*arguments, tpu=cache_commit, default=reference.cache_commit)
