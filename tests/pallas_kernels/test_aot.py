@@ -114,4 +114,4 @@ def test_anchor_attention_and_gradients(chip, slots, heads, groups, size, dtype,
     queries = array((batch, count, slots, heads, size), dtype)
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
     report = aot.compile_kernel(gradients, queries, context, context, block, block, *places, *packed, topology=chip)
-    assert report.temporary_bytes < 64 * MIB < 4 * batch * count * slots * heads * length  # scores are never stored
+    assert report.temporary_bytes < batch * count * slots * heads * length  # a quarter of the scores, which are never stored
