@@ -109,7 +109,7 @@ def attend(
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows over their committed prefix and the rows in flight, by the kernel on TPU and by its twin elsewhere."""
     arguments = (q, k, v, k_cache, v_cache, table, rows.row_start, rows.ancestors, rows.prefix_length, positions)
-    options = dict(causal=rows.causal, max_rows=rows.max_rows, scale=scale, window=window)
+    options = {"causal": rows.causal, "max_rows": rows.max_rows, "scale": scale, "window": window}
     twin = functools.partial(reference.tree_attention, uniform=rows.uniform, **options)
     if table is None:  # contiguous slots are the CPU layout; the kernel reads pages
         return twin(*arguments)
