@@ -16,8 +16,8 @@ ROUNDS = 4  # timed together
 
 
 def default_budgets(num_drafts: int) -> tuple[int, ...]:
-    """No draft, about half of them, all of them: few branches, as each is a program of its own inside the step."""
-    return tuple(sorted({0, num_drafts // 2, num_drafts}))
+    """No draft, all of them, and half where that is many: each budget is a program of its own inside the step, so they are few."""
+    return tuple(sorted({0, num_drafts} | ({num_drafts // 2} if num_drafts > 5 else set())))
 
 
 def measure(plan: Plan, weights: Weights, *, requests: int = 1, capacity: int = 512, repeats: int = 5) -> Policy:
