@@ -28,7 +28,10 @@ _HOMES = {  # name -> module, name there
     "train": ("training.trainer", "train"),
 }
 
-__all__ = ["Completion", "Drafter", "Target", "generate", "load_config", "load_drafter", "load_target", "measure_policy", "save_drafter", "stream", "train"]
+__all__ = [
+    "Completion", "Drafter", "Target",
+    "generate", "load_config", "load_drafter", "load_target", "measure_policy", "save_drafter", "stream", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -37,7 +37,8 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Me
     if -1 in sizes:
         sizes[sizes.index(-1)] = max(1, len(devices) // known)
     if int(np.prod(sizes)) != len(devices):
-        raise ValueError(f"mesh {'x'.join(map(str, sizes))} (data x fsdp x tensor) needs {int(np.prod(sizes))} devices, there are {len(devices)}")
+        shape, needed = "x".join(map(str, sizes)), int(np.prod(sizes))
+        raise ValueError(f"mesh {shape} (data x fsdp x tensor) needs {needed} devices, there are {len(devices)}")
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
 
 

@@ -6,13 +6,23 @@ shardings, random initialization and checkpoint loading all come from one place 
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+
+    class _Leaf(type):
+        """To a type checker a Param is anything: a specification is the parameters' own dataclass, whose fields are annotated as arrays."""
+
+        def __call__(cls, *args, **kwargs) -> Any: ...
+else:
+    _Leaf = type
+
 
 @dataclasses.dataclass(frozen=True)
-class Param:
+class Param(metaclass=_Leaf):
     """Shape, logical axis names (one per dimension, None = never sharded) and initializer of one parameter.
 
     `init` is "normal" (standard deviation `scale`, default 1/sqrt(fan-in)), "zeros" or "ones". `fan_in` counts the input dimensions,

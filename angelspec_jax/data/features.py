@@ -86,7 +86,9 @@ def build(
     if manifest.exists():
         found = json.loads(manifest.read_text()).get("identity")
         if found != identity:
-            raise ValueError(f"feature cache {folder} was built for another target, template, layer choice or data; name another folder or delete it")
+            raise ValueError(
+                f"feature cache {folder} was built for another target, template, layer choice or data; name another folder or delete it"
+            )
     else:
         _atomic(manifest, lambda path: path.write_text(json.dumps({"identity": identity, "taps": list(taps), "shard": SHARD})))
     for shard, start in enumerate(range(0, len(samples), SHARD)):

@@ -45,6 +45,7 @@ def conditions(
     eps, layers = config.transformer.rms_norm_eps, config.transformer.num_layers
     base = None if params.fc is None else jnp.einsum("...td,tde->...e", features, params.fc)
     if params.fusion is None:
+        assert base is not None, "a context has a projection, fusion weights or both"
         return (rms_norm(base, params.norm, eps),) * layers
     weights = jax.nn.softmax(params.fusion, axis=-1).astype(features.dtype)
     mixtures = jnp.einsum("...td,lt->l...d", features, weights)

@@ -1,7 +1,7 @@
 """Sequential heads: what turns the marginals of a block into a chain of tokens.
 
-A head scores a *shortlist*: one pass over the LM head gives base logits of every slot, the top `M` candidates of each slot are kept, and each
-step corrects only those by gathering their head rows. Seven dependent steps then do not read the vocabulary seven times, and the draft
+A head scores a *shortlist*: one pass over the LM head gives base logits of every slot, the top `M` candidates of each slot are kept, and
+each step corrects only those by gathering their head rows. Seven dependent steps then do not read the vocabulary seven times, and the draft
 distribution stays exact because it is supported on the shortlist.
 """
 

@@ -33,8 +33,8 @@ class Sparse:
 class Draft:
     """A proposal for every request: a chain or tree of at most K tokens.
 
-    `parents[r, k]` is the index of draft k's parent among the drafts, -1 for the anchor; None says the drafts form a chain. `survival[r, k]`
-    estimates the probability that the draft and all its ancestors are accepted; it is 0 for drafts that were not made.
+    `parents[r, k]` is the index of draft k's parent among the drafts, -1 for the anchor; None says the drafts form a chain.
+    `survival[r, k]` estimates the probability that the draft and all its ancestors are accepted; it is 0 for drafts that were not made.
     """
 
     tokens: Int[Array, "R K"]

@@ -65,7 +65,7 @@ def commit(
         write_v = functools.partial(_write_slots, request=request, column=column, axis=2)
     else:
         write_k = write_v = functools.partial(_write_pages, table=cache.table, request=request, positions=positions, accepted=accepted)
-    if isinstance(cache.k, tuple) and isinstance(cache.v, tuple):
+    if isinstance(cache.k, tuple) or isinstance(cache.v, tuple):
         k = tuple(write_k(old, new) for old, new in zip(cache.k, new_k, strict=True))
         v = tuple(write_v(old, new) for old, new in zip(cache.v, new_v, strict=True))
     else:

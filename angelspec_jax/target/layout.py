@@ -160,7 +160,7 @@ def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[
     if config.qk_norm:
         norms = (layer.q_norm, layer.k_norm)
         tensors |= {f"{attention}{name}.weight": np.asarray(norm) for name, norm in zip(HEAD_NORMS[config.qk_norm], norms, strict=True)}
-    if layer.moe is not None:
+    if layer.moe is not None and config.moe is not None:
         tensors |= moe_tensors(layer.moe, config.moe, mlp)
     return tensors
 

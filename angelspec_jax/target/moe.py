@@ -52,7 +52,7 @@ def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array,
         return jax.lax.psum(experts(moe, *inputs, first=jax.lax.axis_index(spread) * moe.gate_up.shape[0]), spread)
 
     here = PartitionSpec("data") if rows.shape[0] % mesh.shape["data"] == 0 else PartitionSpec()
-    held = MoE(PartitionSpec(), PartitionSpec(spread), PartitionSpec(spread), PartitionSpec())
+    held = MoE(PartitionSpec(), PartitionSpec(spread), PartitionSpec(spread), PartitionSpec())  # pyright: ignore[reportArgumentType]
     # Gradients do not pass here (a target is frozen), so nothing needs the proof that outputs agree across devices.
     run = jax.shard_map(local, mesh=mesh, in_specs=(held, here, here, here), out_specs=here, check_vma=False)
     return run(moe, rows, chosen, weights).reshape(x.shape)

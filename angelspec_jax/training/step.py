@@ -81,7 +81,7 @@ def build(
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its float32 scalars freely
             updates, opt_state = optimizer.update(gradients, state.opt_state, params)
             params = optax.apply_updates(params, updates)
-            metrics["gradient_norm"] = optax.global_norm(gradients)
+            metrics["gradient_norm"] = optax.tree.norm(gradients)
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     @functools.partial(jax.jit, static_argnums=3)
