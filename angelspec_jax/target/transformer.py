@@ -108,7 +108,8 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     """Raise ValueError when a tapped layer id does not exist."""
     for tap in taps:
         if not -1 <= tap < num_layers:
-            raise ValueError(f"layer id {tap} does not exist in a target of {num_layers} layers; ids run from -1 (embedding) to {num_layers - 1}")
+            last = num_layers - 1
+            raise ValueError(f"layer id {tap} does not exist in a target of {num_layers} layers; ids run from -1 (embedding) to {last}")
 
 
 def _layer(layer, x, k_cache, v_cache, *, config, positions, turned, rows, table):
