@@ -137,7 +137,7 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
 
     with jax.named_scope("commit"):
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
-    statistics = _count(state.statistics, checked, accepted.count, running)
+    statistics = _count(state.statistics, checked, jnp.minimum(accepted.count, emitted.count), running)
     pace = _pace(policy, state.pace, budget, drafting, emitted.count, running)
     return dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
 

@@ -120,6 +120,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode & 0o777)  # the library writes for the owner alone
 
 
 def describe(config: DrafterConfig) -> dict[str, str]:

@@ -41,7 +41,7 @@ def run(
     for domain, group in questions.items():
         answer(target, drafter, domain, group[0], console, options, policy)
     with progress_bar(console, "each prompt plainly and with the drafter, in turns") as progress:
-        found = measure(target, drafter, questions, options, progress=progress)
+        found = measure(target, drafter, questions, options, policy=policy, progress=progress)
     console.print()
     console.print(report.domain_table(f"{target.name} with {drafter.name}", found.acceptance, found.speeds))
     whole = found.speeds["all"] if found.speeds else None
