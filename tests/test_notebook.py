@@ -1,6 +1,7 @@
-"""The notebooks run from top to bottom, without the cell that installs the package."""
+"""What documents show runs: the README's example, and the notebooks from top to bottom without the cell that installs the package."""
 
 import copy
+import re
 from pathlib import Path
 
 import nbformat
@@ -50,6 +51,14 @@ def test_quickstart_on_smollm2(quickstart, monkeypatch):
     texts, images = run(quickstart, monkeypatch)
     assert texts.count("the same words: True") == 3
     assert images == 1
+
+
+def test_the_example_of_the_readme(toy_directory, drafter_directory, monkeypatch, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.setattr(models, "smollm2", lambda: toy_directory)
+    monkeypatch.setattr(models, "shipped_drafter", lambda: drafter_directory)
+    exec(re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", example).replace("seed=1)", "seed=1, max_new_tokens=6)"), {})
+    assert "the same words: True" in capsys.readouterr().out
 
 
 def run(notebook, monkeypatch) -> tuple[str, int]:
