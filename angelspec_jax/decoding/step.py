@@ -23,7 +23,7 @@ from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, logits
 
-PROBE = 16  # rounds between two looks at a drafter that does not pay
+PROBE = 4  # rounds between two looks at a drafter that has not paid lately
 MEMORY = 0.9  # of the running mean of what drafting rounds yield
 
 
