@@ -33,8 +33,8 @@ def tree_attention(
 
     Rows of request r are `row_start[r] .. row_start[r+1]-1` (at most `max_rows`); with `table=None` request r owns slot r of the cache, and
     its keys are transposed. Row i sees cache entries `s < prefix_length[r]` and its request's row j if bit j of `ancestors[i]` is set
-    (`causal`: if j <= i). With `window`, keys at or before `position - window` are hidden. Scores and the softmax are float32; rows that see
-    nothing return zeros.
+    (`causal`: if j <= i). With `window`, keys at or before `position - window` are hidden. Scores and the softmax are float32; rows that
+    see nothing return zeros.
     """
     requests = prefix_length.shape[0]
     rows, heads, size = q.shape
