@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from angelspec_jax import text
-from angelspec_jax.decoding.step import Policy
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import plots, prompts, report
 from angelspec_jax.evaluation.measure import Measurement, Options, measure
@@ -37,11 +36,10 @@ def run(
     """
     begin = time.perf_counter()
     questions = {domain: prompts.builtin(domain, per_domain) for domain in prompts.DOMAINS}
-    policy = text.measure_policy(target, drafter, capacity=options.capacity or 512) if options.adaptive else None
     for domain, group in questions.items():
-        answer(target, drafter, domain, group[0], console, options, policy)
+        answer(target, drafter, domain, group[0], console, options)
     with progress_bar(console, "each prompt plainly and with the drafter, in turns") as progress:
-        found = measure(target, drafter, questions, options, policy=policy, progress=progress)
+        found = measure(target, drafter, questions, options, progress=progress)
     console.print()
     console.print(report.domain_table(f"{target.name} with {drafter.name}", found.acceptance, found.speeds))
     whole = found.speeds["all"] if found.speeds else None
@@ -55,15 +53,13 @@ def run(
     return found
 
 
-def answer(
-    target: Target, drafter: Drafter | None, domain: str, question: str, console: Console, options: Options, policy: Policy | None = None
-) -> None:
+def answer(target: Target, drafter: Drafter | None, domain: str, question: str, console: Console, options: Options) -> None:
     """Stream one answer, its question above it and its tau below."""
     console.print()
     console.print(f"{domain}: {question}", style="bold", markup=False, highlight=False, soft_wrap=True)
     rounds = tokens = 0
     for delta in text.stream(
-        target, question, drafter, max_new_tokens=options.max_new_tokens, capacity=options.capacity, policy=policy, **options.sampling()
+        target, question, drafter, max_new_tokens=options.max_new_tokens, capacity=options.capacity, **options.sampling()
     ):
         write_raw(console, delta.text)
         rounds, tokens = rounds + bool(delta.tokens), tokens + len(delta.tokens)

@@ -72,13 +72,10 @@ def measure(
     options: Options | None = None,
     *,
     timed: bool = True,
-    policy: Policy | None = None,
     progress: Progress | None = None,
     **switches: Any,
 ) -> Measurement:
     """Decode every prompt with the drafter, and plainly as well when `timed`; `switches` go to the chat template.
-
-    Adaptive drafting measures its policy first, unless it is given.
 
     Raises ValueError when no prompt fits the model's context, or an option is out of range.
     """
@@ -95,10 +92,10 @@ def measure(
     capacity = -(-needed // 128) * 128 if options.capacity is None else options.capacity
     left_out = len(encoded) - len(kept)
     if timed:
-        return _against_plain(target, drafter, kept, options, capacity, left_out, policy, progress)
+        return _against_plain(target, drafter, kept, options, capacity, left_out, progress)
     found, records = [], []
     plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
-    policy = policy or (text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None)
+    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
     for index, (domain, ids) in enumerate(kept):
         sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
         generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
@@ -109,9 +106,9 @@ def measure(
     return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out)
 
 
-def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, policy, progress) -> Measurement:
+def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, progress) -> Measurement:
     plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
-    policy = policy or (text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None)
+    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
     pairs = throughput.interleaved(
         text.prepare(target),
         (plan, weights),

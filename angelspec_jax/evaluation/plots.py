@@ -42,7 +42,7 @@ def _speeds(axes, speeds: Mapping[str, tuple[float, float]], colours: Mapping[st
         axes.annotate(f"{speculative / plain:.2f}x", (place + 0.2, speculative), ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(speeds)), list(speeds))
     axes.set_ylabel("tokens per second, one request")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _survival(axes, survival: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:

@@ -20,10 +20,10 @@ def domain_table(title: str, found: Mapping[str, Acceptance], speeds: Mapping[st
     table = Table(title=title, title_justify="left")
     table.add_column("domain")
     table.add_column("tau", justify="right")
-    table.add_column("accepted at position 1, 2, ... (%)")
-    table.add_column("of verified", justify="right")
+    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
+    table.add_column("of\nverified", justify="right")
     if speeds:
-        for name in ("plain tok/s", "speculative tok/s", "speed-up"):
+        for name in ("plain\ntok/s", "drafted\ntok/s", "speed-up"):
             table.add_column(name, justify="right")
     for domain, acceptance in found.items():
         shares = " ".join("  -" if share is None else f"{100 * share:3.0f}" for share in acceptance.conditional)
