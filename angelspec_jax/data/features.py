@@ -58,10 +58,10 @@ def size_estimate(total_tokens: int, taps: int, width: int) -> int:
 
 
 def checksum(target_fingerprint: str, chat_template: str | None, taps: Sequence[int], samples: Sequence[tuple]) -> str:
-    """Everything the cached numbers depend on: target, template, layer ids and the tokens themselves."""
+    """Everything the cached numbers depend on: target, template, layer ids, and the tokens with their masks."""
     digest = hashlib.sha256(json.dumps([target_fingerprint, chat_template, list(taps), len(samples)]).encode())
-    for tokens, _ in samples:
-        digest.update(np.asarray(tokens, np.int32).tobytes())
+    for tokens, mask in samples:
+        digest.update(np.asarray(tokens, np.int32).tobytes() + np.asarray(mask, bool).tobytes())
     return digest.hexdigest()
 
 
