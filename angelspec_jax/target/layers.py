@@ -99,9 +99,10 @@ def rotate_and_norm(x, weight, config: TransformerConfig, rotation: "Rotation"):
 
 def feed_forward(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     """One SwiGLU, or the routed experts and the one they share."""
-    if layer.moe is None or config.moe is None:
+    if layer.moe is None:
         assert layer.gate_up is not None and layer.down is not None
         return swiglu(x, layer.gate_up, layer.down)
+    assert config.moe is not None, "a layer with experts needs their configuration"
     out = routed(layer.moe, config.moe, x)
     if layer.gate_up is not None and layer.down is not None:
         out = out + swiglu(x, layer.gate_up, layer.down).astype(jnp.float32)
