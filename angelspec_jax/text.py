@@ -10,8 +10,9 @@ from angelspec_jax.data import chat
 from angelspec_jax.data.chat import Messages
 from angelspec_jax.decoding import costs
 from angelspec_jax.decoding import generate as decoding
+from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import Plan, Policy, Weights
+from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
 from angelspec_jax.tokenizer import Detokenizer, Tokenizer

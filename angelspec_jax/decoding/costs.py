@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from angelspec_jax.decoding.dcut import PROBE, Policy
 from angelspec_jax.decoding.generate import generate
-from angelspec_jax.decoding.step import PROBE, Plan, Policy, Weights
+from angelspec_jax.decoding.step import Plan, Weights
 
 CONTEXT = 64  # tokens before the measured rounds
 NEVER = 1e9  # a cost that no budget is chosen at

@@ -9,9 +9,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
+from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.sampling import Sampling, make_sampling
-from angelspec_jax.decoding.step import DecodeState, Plan, Policy, Statistics, Weights, prefill, speculative_step
-from angelspec_jax.drafter import block
+from angelspec_jax.decoding.step import DecodeState, Plan, Statistics, Weights, prefill, speculative_step
+from angelspec_jax.drafter import registry
 from angelspec_jax.target import kv_cache
 
 
@@ -113,7 +114,7 @@ def start(
         finished=jnp.asarray(new_tokens <= 0),
         sampling=make_sampling(requests) if sampling is None else jax.tree.map(jnp.copy, sampling),  # the state is donated
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
-        drafter=None if plan.drafter is None else block.create_state(plan.drafter, requests, capacity, dtype),
+        drafter=None if plan.drafter is None else registry.module(plan.drafter).create_state(plan.drafter, requests, capacity, dtype),
         statistics=Statistics(jnp.zeros(requests, jnp.int32), *(jnp.zeros((requests, drafts), jnp.int32) for _ in range(3))),
         round=jnp.int32(0),
         pace=jnp.float32(jnp.inf),

@@ -5,6 +5,7 @@ everything before it is, in the target's cache and in the drafter's memory.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +13,16 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from angelspec_jax.decoding.acceptance import accept
+from angelspec_jax.decoding.dcut import Policy, choose_budget, update_pace, worth_drafting
 from angelspec_jax.decoding.sampling import Sampling, choose
-from angelspec_jax.drafter import block
-from angelspec_jax.drafter.block import BlockDrafter
-from angelspec_jax.drafter.config import DrafterConfig
-from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Shared
+from angelspec_jax.drafter import registry
+from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
+from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import Rows, tree_ancestors, uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, logits
-
-PROBE = 4  # rounds between two looks at a drafter that has not paid lately
-MEMORY = 0.9  # of the running mean of what drafting rounds yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Plan:
     """What is fixed when the step is compiled. `budgets` are the draft counts a request may have verified, ascending."""
 
     target: TransformerConfig
-    drafter: DrafterConfig | None = None
+    drafter: AnyConfig | None = None
     stop_ids: tuple[int, ...] = ()
     budgets: tuple[int, ...] = ()
     candidates: int = 64
@@ -61,22 +59,8 @@ class Plan:
 @struct.dataclass
 class Weights:
     target: TargetParams
-    drafter: BlockDrafter | None = None
+    drafter: AnyDrafter | None = None
     shared: Shared | None = None
-
-
-@struct.dataclass
-class Policy:
-    """Numbers the step weighs drafts with; traced, so changing them compiles nothing.
-
-    `costs[b]` is the duration of a round at budget b without its draft, `draft_cost` that of drafting, in any unit. The step takes the
-    budget with the most expected tokens per unit of cost. Where budget 0 exists and drafting has not paid lately, rounds go without a
-    draft but for a probe every `PROBE` rounds. The loop over draft depth ends when no chain survives with `min_survival`.
-    """
-
-    costs: Float[Array, "budgets"]
-    draft_cost: Float[Array, ""]
-    min_survival: Float[Array, ""]
 
 
 @struct.dataclass
@@ -97,7 +81,7 @@ class DecodeState:
     finished: Bool[Array, "R"]
     sampling: Sampling
     cache: KVCache
-    drafter: DrafterState | None
+    drafter: Any  # the drafter's own memory, None without one
     statistics: Statistics
     round: Int[Array, ""]
     pace: Float[Array, ""]  # running mean of tokens per request and cost in rounds with a draft; starts high, so that the first ones draft
@@ -113,6 +97,7 @@ class Emitted:
 class Verified:
     chosen: Int[Array, "R W"]
     features: Float[Array, "R W T D"]
+    hidden: Float[Array, "R W D"]  # after the final norm
     new_kv: tuple
 
 
@@ -121,9 +106,9 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
     running = ~state.finished
     prefix = state.length - 1
     anchor = jnp.take_along_axis(state.tokens, prefix[:, None], axis=1)[:, 0]
-    drafting = _worth_drafting(plan, policy, state)
+    drafting = worth_drafting(policy, plan.budgets, plan.drafter is not None, state.pace, state.round)
     draft = _draft(plan, weights, policy, state, anchor, prefix, drafting)
-    budget = _choose_budget(plan, policy, draft, state.finished, drafting)
+    budget = choose_budget(policy, plan.budgets, draft, state.finished, drafting)
 
     with jax.named_scope("verify"):
         branches = [lambda edge=edge: _verify(plan, weights, state, draft, anchor, prefix, edge) for edge in plan.budgets]
@@ -138,7 +123,7 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
     with jax.named_scope("commit"):
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
     statistics = _count(state.statistics, checked, jnp.minimum(accepted.count, emitted.count), running)
-    pace = _pace(policy, state.pace, budget, drafting, emitted.count, running)
+    pace = update_pace(policy, state.pace, budget, drafting, emitted.count, running)
     return dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
 
 
@@ -155,22 +140,14 @@ def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
         valid = columns < (state.length - 1)[:, None]
         rows = uniform_rows(jnp.minimum(start, state.length - 1), chunk, valid=valid, causal=True)
         positions = jnp.broadcast_to(columns, (requests, chunk)).reshape(-1)
-        features, _, new_kv = forward(weights.target, plan.target, tokens.reshape(-1), positions, rows, cache, plan.taps)
+        features, hidden, new_kv = forward(weights.target, plan.target, tokens.reshape(-1), positions, rows, cache, plan.taps)
         cache = kv_cache.commit(cache, new_kv, rows.request, positions, rows.valid)
-        return cache, _extend(plan, weights, features, rows.request, positions, rows.valid, drafter)
+        next_tokens = jnp.take(state.tokens, columns[0] + 1, axis=1, mode="clip").reshape(-1)
+        return cache, _extend(plan, weights, features, hidden, next_tokens, rows.request, positions, rows.valid, drafter)
 
     chunks = (jnp.max(state.length) - 1 + chunk - 1) // chunk
     cache, drafter = jax.lax.fori_loop(0, chunks, run, (state.cache, state.drafter))
     return dataclasses.replace(state, cache=cache, drafter=drafter)
-
-
-def _worth_drafting(plan: Plan, policy: Policy, state: DecodeState) -> Bool[Array, ""] | bool:
-    """Whether this round drafts: always, unless plain rounds are allowed and have been the better use of time."""
-    if plan.drafter is None or plan.width == 1:
-        return False
-    if plan.budgets[0] > 0:
-        return True
-    return (state.pace * policy.costs[0] > 1.0) | (state.round % PROBE == 0)
 
 
 def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | None:
@@ -181,32 +158,13 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
         # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy.
         noise = Noise(state.sampling.seeds, state.sampling.temperature)
         options = DraftPolicy(policy.min_survival, plan.candidates)
-        return block.draft(weights.drafter, plan.drafter, weights.shared, anchor, prefix, state.drafter, noise, options)
+        seen = Seen(anchor, prefix, state.tokens, weights.target, state.cache)
+        return registry.module(plan.drafter).draft(weights.drafter, plan.drafter, weights.shared, seen, state.drafter, noise, options)
 
     if drafting is True:
         return propose()
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(propose))
     return jax.lax.cond(drafting, propose, lambda: nothing)
-
-
-def _choose_budget(plan: Plan, policy: Policy, draft: Draft | None, finished, drafting) -> Int[Array, ""]:
-    """Index of the budget with the most expected tokens per cost over the batch; every edge is evaluated."""
-    if draft is None or len(plan.budgets) == 1:
-        return jnp.int32(0)
-    survival = jnp.where(finished[:, None], 0.0, draft.survival)
-    reach = jnp.cumsum(jnp.sum(survival, axis=0))
-    running = jnp.sum(~finished).astype(jnp.float32)
-    expected = jnp.stack([running + (reach[edge - 1] if edge else 0.0) for edge in plan.budgets])
-    costs = policy.costs + jnp.where(drafting, policy.draft_cost, 0.0)
-    return jnp.argmax(expected / costs).astype(jnp.int32)
-
-
-def _pace(policy: Policy, pace, budget, drafting, count, running) -> Float[Array, ""]:
-    """Update the running mean of what a drafting round yields per request and unit of cost."""
-    requests = jnp.maximum(jnp.sum(running), 1).astype(jnp.float32)
-    yielded = jnp.sum(count).astype(jnp.float32) / requests / (policy.costs[budget] + policy.draft_cost)
-    # The first measured round replaces the start value.
-    return jnp.where(drafting, jnp.where(jnp.isinf(pace), yielded, MEMORY * pace + (1 - MEMORY) * yielded), pace)
 
 
 def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, anchor, prefix, edge: int) -> Verified:
@@ -218,7 +176,7 @@ def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | Non
     pad = lambda x: _pad_rows(x, anchor.shape[0], edge + 1, plan.width)  # noqa: E731
     flat = lambda x: pad(x).reshape(anchor.shape[0] * plan.width, *x.shape[1:])  # noqa: E731
     stacked = state.cache.k.ndim == 5 if not isinstance(state.cache.k, tuple) else False
-    return Verified(pad(chosen), pad(features), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
+    return Verified(pad(chosen), pad(features), pad(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
 
 
 def _rows(draft: Draft | None, anchor, prefix, edge: int) -> tuple[Rows, Int[Array, "N"], Int[Array, "N"]]:
@@ -255,24 +213,28 @@ def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified
     keep = (depth < emitted.count[:, None]).reshape(-1)
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
     positions = (prefix[:, None] + depth).reshape(-1)
-    new_kv, features = verified.new_kv, verified.features
+    new_kv, features, hidden = verified.new_kv, verified.features, verified.hidden
     if path is not None:
         features = jnp.take_along_axis(features, path[:, :, None, None], axis=1)
+        hidden = jnp.take_along_axis(hidden, path[:, :, None], axis=1)
         source = request * width + path.reshape(-1)
         axis = 0 if isinstance(state.cache.k, tuple) else 1
         new_kv = jax.tree.map(lambda x: jnp.take(x, source, axis=axis), new_kv)
     cache = kv_cache.commit(state.cache, new_kv, request, positions, keep)
-    drafter = _extend(plan, weights, features.reshape(requests * width, *features.shape[2:]), request, positions, keep, state.drafter)
+    features, hidden = (x.reshape(requests * width, *x.shape[2:]) for x in (features, hidden))
+    drafter = _extend(plan, weights, features, hidden, emitted.tokens.reshape(-1), request, positions, keep, state.drafter)
     columns = jnp.where(depth < emitted.count[:, None], state.length[:, None] + depth, state.tokens.shape[1])
     slots = jnp.arange(requests, dtype=jnp.int32)[:, None]
     tokens = state.tokens.at[slots, columns].set(emitted.tokens, mode="drop")
     return dataclasses.replace(state, tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter)
 
 
-def _extend(plan: Plan, weights: Weights, features, request, positions, accepted, drafter):
-    if plan.drafter is None or weights.drafter is None:
+def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request, positions, accepted, drafter):
+    if plan.drafter is None:
         return drafter
-    return block.extend(weights.drafter, plan.drafter, features, request, positions, accepted, drafter)
+    return registry.module(plan.drafter).extend(
+        weights.drafter, plan.drafter, weights.shared, features, hidden, next_tokens, request, positions, accepted, drafter
+    )
 
 
 def _count(statistics: Statistics, checked, accepted, running) -> Statistics:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.context import Context, conditions, context_specs
 from angelspec_jax.drafter.heads import Correction, correct, head_specs, propose
-from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Shared
+from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.params import Param
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import attend, block_ancestors, uniform_rows
@@ -45,13 +45,21 @@ def create_state(config: DrafterConfig, requests: int, capacity: int, dtype=jnp.
 def extend(
     params: BlockDrafter,
     config: DrafterConfig,
+    shared: Shared,
     features: Float[Array, "N T D"],
+    hidden: Float[Array, "N D"],
+    next_tokens: Int[Array, "N"],
     request: Int[Array, "N"],
     positions: Int[Array, "N"],
     accepted: Bool[Array, "N"],
     state: DrafterState,
 ) -> DrafterState:
-    """Digest the features of tokens the target has committed; rows not `accepted` leave no trace."""
+    """Digest the features of tokens the target has committed; rows not `accepted` leave no trace.
+
+    Every drafter gets the tapped features, the hidden state after the final norm and the token that follows; a block drafter reads the
+    features alone.
+    """
+    del shared, hidden, next_tokens
     with jax.named_scope("draft_extend"):
         contexts = conditions(params.context, config, features.astype(params.layers[0].o.dtype))
         turned = rotation(config.transformer, positions)
@@ -67,13 +75,13 @@ def draft(
     params: BlockDrafter,
     config: DrafterConfig,
     shared: Shared,
-    anchor: Int[Array, "R"],
-    prefix_length: Int[Array, "R"],
+    seen: Seen,
     state: DrafterState,
     noise: Noise | None,
     policy: DraftPolicy,
 ) -> Draft:
-    """Propose a chain after each request's anchor, the last emitted token, which stands at `prefix_length`."""
+    """Propose a chain after each request's anchor, the last emitted token, which stands at `seen.prefix_length`."""
+    anchor, prefix_length = seen.anchor, seen.prefix_length
     with jax.named_scope("draft_block"):
         hidden = block_hidden(params, config, shared, anchor, prefix_length, state)
     slots = hidden[:, config.first_slot :]

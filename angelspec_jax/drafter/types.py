@@ -5,6 +5,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 from angelspec_jax.target.kv_cache import KVCache
+from angelspec_jax.target.transformer import TargetParams
 
 
 @struct.dataclass
@@ -49,6 +50,17 @@ class Noise:
 
     seeds: UInt32[Array, "R"]
     temperature: Float[Array, "R"]
+
+
+@struct.dataclass
+class Seen:
+    """What a drafter may look at when it drafts: the text so far, and the target with its cache of everything before the anchor."""
+
+    anchor: Int[Array, "R"]  # last token of each request, not in any cache yet
+    prefix_length: Int[Array, "R"]  # where the anchor stands
+    tokens: Int[Array, "R S"]  # the text, anchor included
+    target: TargetParams | None = None
+    cache: KVCache | None = None
 
 
 @struct.dataclass

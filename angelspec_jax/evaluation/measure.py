@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from angelspec_jax import text
+from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import Plan, Policy
+from angelspec_jax.decoding.step import Plan
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import tau, throughput
 from angelspec_jax.evaluation.tau import Acceptance, Agreement

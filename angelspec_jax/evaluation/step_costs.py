@@ -19,10 +19,10 @@ from jaxtyping import Array, Int
 
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.step import Plan, Weights
-from angelspec_jax.drafter import block
+from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.loading import Drafter
-from angelspec_jax.drafter.types import DrafterState, DraftPolicy, Shared
+from angelspec_jax.drafter.types import DrafterState, DraftPolicy, Seen, Shared
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
@@ -185,7 +185,7 @@ def _time_plain(target: Target, requests: int, context: int, capacity: int, repe
 
 def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
     dtype = target.params.embed.dtype
-    state = block.create_state(drafter.config, requests, capacity, dtype)
+    state = registry.module(drafter.config).create_state(drafter.config, requests, capacity, dtype)
     anchor, prefix = jnp.zeros((requests,), jnp.int32), jnp.full((requests,), context, jnp.int32)
     width = drafter.config.num_drafts + 1
     features = jnp.ones((requests * width, len(drafter.config.taps), drafter.config.transformer.hidden_size), dtype)
@@ -200,8 +200,9 @@ def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, c
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _draft_rounds(
-    config: DrafterConfig, params: block.BlockDrafter, shared: Shared, state: DrafterState, anchor: Int[Array, "R"], prefix, features
+    config: DrafterConfig, params: registry.AnyDrafter, shared: Shared, state: DrafterState, anchor: Int[Array, "R"], prefix, features
 ) -> tuple[DrafterState, Int[Array, "R"]]:
+    module = registry.module(config)
     requests = anchor.shape[0]
     width = features.shape[0] // requests
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
@@ -210,7 +211,9 @@ def _draft_rounds(
 
     def once(_, carry):
         state, anchor = carry
-        draft = block.draft(params, config, shared, anchor, prefix, state, None, DraftPolicy(jnp.float32(0.0)))
-        return block.extend(params, config, features, request, positions, accepted, state), draft.tokens[:, -1]
+        seen = Seen(anchor, prefix, anchor[:, None])
+        draft = module.draft(params, config, shared, seen, state, None, DraftPolicy(jnp.float32(0.0)))
+        state = module.extend(params, config, shared, features, features[:, 0], request, request, positions, accepted, state)
+        return state, draft.tokens[:, -1]
 
     return jax.lax.fori_loop(0, ROUNDS, once, (state, anchor))

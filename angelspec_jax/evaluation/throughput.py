@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
+from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import Generation, generate
 from angelspec_jax.decoding.sampling import Sampling, make_sampling
-from angelspec_jax.decoding.step import Plan, Policy, Weights
+from angelspec_jax.decoding.step import Plan, Weights
 
 Progress = Callable[[int, int], None]  # (prompts done, prompts in all)
 

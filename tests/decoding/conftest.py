@@ -51,7 +51,8 @@ def knowing(monkeypatch):
             table[:, position] = (table[:, position] + 1) % 90
         truth = jnp.asarray(table)
 
-        def draft(params, config, shared, anchor, prefix_length, state, noise, policy):
+        def draft(params, config, shared, seen, state, noise, policy):
+            prefix_length = seen.prefix_length
             count = config.num_drafts
             tree = np.arange(-1, count - 1) if parents is None else np.asarray(parents)
             depth, last = depths(tree), last_siblings(tree)

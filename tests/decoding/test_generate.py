@@ -11,9 +11,10 @@ from decoding_bench import NEW, OPTIONS, PROMPTS
 
 from angelspec_jax.decoding import generate as generation
 from angelspec_jax.decoding.costs import measure as measure_costs
+from angelspec_jax.decoding.dcut import PROBE, Policy
 from angelspec_jax.decoding.generate import generate, start, stream
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import PROBE, Policy, Weights
+from angelspec_jax.decoding.step import Weights
 
 
 def table(prompts, texts, width=64):

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from angelspec_jax.drafter import block, context, heads, layouts
-from angelspec_jax.drafter.types import DraftPolicy, Shared
+from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
 from angelspec_jax.target.layers import rms_norm
 
 TOLERANCE = 1e-4
@@ -33,7 +33,9 @@ def _digest(params, config, features, start, state):
     """Extend the draft cache with one request's features [S, T, D] from position `start` on."""
     count = features.shape[0]
     positions = jnp.arange(start, start + count, dtype=jnp.int32)
-    return extend(params, config, features, jnp.zeros(count, jnp.int32), positions, jnp.ones(count, bool), state)
+    return extend(
+        params, config, None, features, features[:, 0], positions, jnp.zeros(count, jnp.int32), positions, jnp.ones(count, bool), state
+    )
 
 
 def _close(ours, expected, tolerance=TOLERANCE):
@@ -69,7 +71,7 @@ def test_angelspec_block(golden, case):
     if "out.base_logits" in io:
         _close(hidden @ shared.head.T, io["out.base_logits"])
 
-    chain = draft(params, config, shared, anchor, prefix, state, None, FULL)
+    chain = draft(params, config, shared, Seen(anchor, prefix, anchor[:, None]), state, None, FULL)
     np.testing.assert_array_equal(chain.tokens, io["out.draft_tokens"])
     previous = jnp.concatenate([anchor[:, None], chain.tokens[:, :-1]], axis=1)
     corrected = correct(params.head, config, hidden[:, 1:], embed[previous])
@@ -103,7 +105,7 @@ def test_two_rounds_share_the_draft_cache(golden, case):
         hidden = block_hidden(params, config, shared, anchor, prefix, state)
         _close(hidden, io[f"out.{turn}.hidden"])
         _close(hidden[:, config.first_slot :] @ shared.head.T, io[f"out.{turn}.logits"])
-        chain = draft(params, config, shared, anchor, prefix, state, None, FULL)
+        chain = draft(params, config, shared, Seen(anchor, prefix, anchor[:, None]), state, None, FULL)
         np.testing.assert_array_equal(chain.tokens, io[f"out.{turn}.draft_tokens"])
 
 

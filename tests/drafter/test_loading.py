@@ -12,7 +12,7 @@ from angelspec_jax.drafter import block, layouts, loading
 from angelspec_jax.drafter.card import DrafterCard, card_for, template_digest
 from angelspec_jax.drafter.context import fusion_prior
 from angelspec_jax.drafter.loading import create_drafter, load_drafter, save_drafter
-from angelspec_jax.drafter.types import DraftPolicy
+from angelspec_jax.drafter.types import DraftPolicy, Seen
 from angelspec_jax.mesh import make_mesh
 
 OPTIONS = {"mask_token": 96, "taps": 3, "num_layers": 2, "intermediate_size": 24}
@@ -60,10 +60,11 @@ def test_bfloat16_on_disk_and_in_memory(tiny_target, tmp_path):
     features = jnp.ones((4, 3, 32), jnp.float32)
     positions = jnp.arange(4, dtype=jnp.int32)
     state = block.create_state(small.config, 1, 16, jnp.bfloat16)
-    state = block.extend(small.params, small.config, features, jnp.zeros(4, jnp.int32), positions, jnp.ones(4, bool), state)
+    first, all_rows = jnp.zeros(4, jnp.int32), jnp.ones(4, bool)
+    state = block.extend(small.params, small.config, small.shared, features, features[:, 0], first, first, positions, all_rows, state)
     policy = DraftPolicy(jnp.float32(0.0), candidates=8)
-    anchor, prefix = jnp.array([3], jnp.int32), jnp.array([4], jnp.int32)
-    assert block.draft(small.params, small.config, small.shared, anchor, prefix, state, None, policy).tokens.shape == (1, 7)
+    seen = Seen(jnp.array([3], jnp.int32), jnp.array([4], jnp.int32), jnp.zeros((1, 16), jnp.int32))
+    assert block.draft(small.params, small.config, small.shared, seen, state, None, policy).tokens.shape == (1, 7)
     save_drafter(tmp_path / "e", small, dtype=jnp.bfloat16)
     _same(layouts.read(tmp_path / "e").params, layouts.read(tmp_path / "d").params)
 
