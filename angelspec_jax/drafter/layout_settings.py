@@ -6,16 +6,16 @@ its `num_target_layers` counts the *captured* layers; DeepSpec has them flat and
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from angelspec_jax.drafter.config import LAYOUTS as BLOCK_LAYOUTS
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.layout_source import Renamed, architecture, whole
 from angelspec_jax.target import hf
 from angelspec_jax.target.config import Rope, TransformerConfig
-from angelspec_jax.target.layout import TensorSource, Window
 
 CONFIG = "config.json"
 SAME_POSITION = ("DFlashDraftModel", "Qwen3DFlyModel", "DSparkDraftModel")
@@ -24,12 +24,6 @@ EXPORTS = ("angelspec", "zlab", "deepspec")
 DRAFT_IDS = "draft_ids"  # ours: int32[V'], the target token of each row of a reduced draft head, ascending
 CORRECTION = "hidden_correction."
 NATIVE_FC = "context_proj.weight"  # AngelSpec's name of the projection that others call fc
-
-
-class PlainSource(TensorSource, Protocol):
-    """A checkpoint under plain names (see layouts.py), which remembers the file's own."""
-
-    original: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +48,7 @@ def parse_overrides(overrides: Mapping[str, Any]) -> Overrides:
 
 
 def derive_config(
-    source: PlainSource, settings: Mapping[str, Any], family: str, draft_ids: np.ndarray | None, answers: Overrides
+    source: Renamed, settings: Mapping[str, Any], family: str, draft_ids: np.ndarray | None, answers: Overrides
 ) -> DrafterConfig:
     """Configuration of a checkpoint. Counts that config.json may contradict come from the shapes of the tensors."""
     where, names = source.path, set(source.names())
@@ -85,7 +79,7 @@ def derive_config(
         raise error if str(where) in str(error) else ValueError(f"{where}: {error}") from error
 
 
-def read_draft_ids(source: PlainSource, settings: Mapping[str, Any]) -> Int[np.ndarray, "V'"] | None:
+def read_draft_ids(source: Renamed, settings: Mapping[str, Any]) -> Int[np.ndarray, "V'"] | None:
     """The reduced draft vocabulary, where the checkpoint has one."""
     if DRAFT_IDS not in source.names():
         if settings.get("draft_vocab_ids") is not None:
@@ -183,16 +177,6 @@ def refuse_export(config: DrafterConfig, layout: str, draft_ids) -> None:
         )
 
 
-def whole(shape: tuple[int, ...]) -> Window:
-    return tuple(slice(0, size) for size in shape)
-
-
-def architecture(settings: Mapping[str, Any]) -> str:
-    """The first of config.json's architectures, or nothing."""
-    names = settings.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
 def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     if rope.scaling is None:
         return None
@@ -205,7 +189,7 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     return scaling
 
 
-def _transformer(source: PlainSource, settings: Mapping[str, Any], answers: Overrides) -> TransformerConfig:
+def _transformer(source: Renamed, settings: Mapping[str, Any], answers: Overrides) -> TransformerConfig:
     """The draft layers. The norms tell the head size, which AngelSpec's templates may omit, and whether there are norms at all."""
     file, names = source.path / CONFIG, source.names()
     values = dict(settings) | {"architectures": ["Qwen3ForCausalLM"]}
@@ -245,7 +229,7 @@ def _integer(value, key: str, where) -> int:
     return value
 
 
-def _taps(source: PlainSource, settings, answers: Overrides, model: TransformerConfig) -> tuple[int, ...]:
+def _taps(source: Renamed, settings, answers: Overrides, model: TransformerConfig) -> tuple[int, ...]:
     where, width = source.path, model.hidden_size
     ids = _nested(settings, "target_layer_ids") if answers.taps is None else answers.taps
     if ids is None:
@@ -270,7 +254,7 @@ def _taps(source: PlainSource, settings, answers: Overrides, model: TransformerC
     return taps
 
 
-def _target_depth(source: PlainSource, settings, answers: Overrides, taps: tuple[int, ...]) -> int:
+def _target_depth(source: Renamed, settings, answers: Overrides, taps: tuple[int, ...]) -> int:
     """Total layers of the target: AngelSpec says so in target_num_hidden_layers, the others in num_target_layers."""
     if answers.target_num_layers is not None:
         return answers.target_num_layers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from angelspec_jax.drafter import layouts
+from angelspec_jax.drafter import layout_source, layouts, layouts_block
 from angelspec_jax.drafter.card import DrafterCard
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "drafters"
@@ -108,13 +108,13 @@ def test_draft_vocabulary_travels(tmp_path):
         layouts.read(tmp_path)
 
 
-@pytest.mark.parametrize("prefix", layouts.PREFIXES)
+@pytest.mark.parametrize("prefix", layout_source.PREFIXES)
 def test_prefixes_and_serving_names(prefix, edited):
     """A training wrapper's prefix, and a DFly file that a serving engine renamed, are the same drafter."""
     expected = layouts.read(GOLDENS / "angelspec_dfly")
     weights = load_file(GOLDENS / "angelspec_dfly" / "model.safetensors")
     renamed = dict.fromkeys(weights)
-    renamed |= {prefix + layouts.plain_name(name): value for name, value in weights.items()}
+    renamed |= {prefix + layouts_block.plain_name(name): value for name, value in weights.items()}
     renamed |= {"t2d": np.zeros(256, bool), "d2t": np.zeros(256, np.int64)}
     found = layouts.read(edited("angelspec_dfly", renamed))
     assert found.config == expected.config

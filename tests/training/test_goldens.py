@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from angelspec_jax.drafter import block, layouts
+from angelspec_jax.drafter import block, layouts, layouts_block
 from angelspec_jax.target.layers import rms_norm
 from angelspec_jax.training.anchors import block_targets, gather_rows
 from angelspec_jax.training.objective import Objective, block_loss
@@ -93,10 +93,11 @@ def test_losses_and_gradients(case, variant):
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         losses, gradients = run(params)
     for index, (name, loss) in enumerate(zip(objectives, losses, strict=True)):
-        ours = layouts.drafter_tensors(jax.tree.map(lambda x, i=index: x[i], gradients), config)
+        ours = layouts_block.drafter_tensors(jax.tree.map(lambda x, i=index: x[i], gradients), config)
         prefix = f"out.{variant}.{name}"
         np.testing.assert_allclose(loss, io[f"{prefix}.loss"], rtol=1e-5, err_msg=name)
         for parameter in settings["grad_params"]:
             expected = io[f"{prefix}.grad.{parameter}"]
             atol = 1e-4 * np.abs(expected).max()
-            np.testing.assert_allclose(ours[layouts.plain_name(parameter)], expected, rtol=0, atol=atol, err_msg=f"{name} {parameter}")
+            found = ours[layouts_block.plain_name(parameter)]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=f"{name} {parameter}")
