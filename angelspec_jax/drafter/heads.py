@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from angelspec_jax import noise as noise_lib
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.drawing import draw, shortlist
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Shared, Sparse
 from angelspec_jax.params import Param
 from angelspec_jax.target.layers import rms_norm, swiglu
@@ -68,13 +68,8 @@ def propose(
     with `policy.min_survival`; the remaining drafts have survival 0.
     """
     base = jnp.einsum("rkd,vd->rkv", hidden, shared.head, preferred_element_type=jnp.float32)
-    size = min(policy.candidates, base.shape[-1]) or base.shape[-1]
-    if size == base.shape[-1]:
-        ids = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), base.shape)
-        scores = base
-    else:
-        scores, ids = jax.lax.top_k(base, size)
-    requests, depth, _ = ids.shape
+    scores, ids = shortlist(base, policy.candidates)
+    requests, depth, size = ids.shape
 
     def step(carry):
         k, previous, survival, tokens, probabilities, survivals = carry
@@ -84,7 +79,7 @@ def propose(
             rows = shared.head[slot_ids]
             slot_scores = jnp.einsum("rd,rmd->rm", corrected, rows, preferred_element_type=jnp.float32)
         target_ids = slot_ids if shared.draft_ids is None else shared.draft_ids[slot_ids]
-        choice, p, confidence = _draw(slot_scores, target_ids, _slot(positions, k), noise)
+        choice, p, confidence = draw(slot_scores, target_ids, _slot(positions, k), noise)
         token = jnp.take_along_axis(target_ids, choice[:, None], axis=1)[:, 0]
         survival = survival * confidence
         return (
@@ -115,22 +110,6 @@ def propose(
         q=OneHot() if noise is None else Sparse(target_ids, probabilities),
         survival=survivals,
     )
-
-
-def _draw(scores, ids, positions, noise: Noise | None):
-    """Index of the drawn candidate, the distribution it was drawn from, and the head's own probability of it."""
-    plain = jax.nn.softmax(scores, axis=-1)
-    if noise is None:
-        choice, p = jnp.argmax(scores, axis=-1), plain
-    else:
-        hot = (noise.temperature > 0)[:, None]
-        scaled = scores / jnp.where(hot, noise.temperature[:, None], 1.0)
-        perturbed = scaled + jnp.where(hot, noise_lib.gumbel(noise.seeds, positions, ids), 0.0)
-        choice = jnp.argmax(perturbed, axis=-1)
-        greedy = jax.nn.one_hot(choice, scores.shape[-1], dtype=jnp.float32)
-        p = jnp.where(hot, jax.nn.softmax(scaled, axis=-1), greedy)
-    confidence = jnp.take_along_axis(plain, choice[:, None], axis=1)[:, 0]
-    return choice.astype(jnp.int32), p, confidence
 
 
 def _slot(x, k):
