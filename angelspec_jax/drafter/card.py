@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from angelspec_jax.drafter.config import DrafterConfig
-
 KEY = "angelspec_jax"
 
 
@@ -67,7 +65,7 @@ def template_digest(template: str | None) -> str | None:
     return None if template is None else hashlib.sha256(template.encode()).hexdigest()
 
 
-def card_for(target, config: DrafterConfig, **facts: Any) -> DrafterCard:
+def card_for(target, config, **facts: Any) -> DrafterCard:
     """A card that names `target` (it has `config`, `name`, `fingerprint` and `chat_template`), with further facts by field name."""
     return DrafterCard(
         target_name=target.name,
@@ -76,13 +74,13 @@ def card_for(target, config: DrafterConfig, **facts: Any) -> DrafterCard:
         target_hidden_size=target.config.hidden_size,
         target_vocab_size=target.config.vocab_size,
         chat_template_sha256=template_digest(target.chat_template),
-        mask_token=config.mask_token,
+        mask_token=mask_token(config),
         **facts,
     )
 
 
 def check_target(
-    config: DrafterConfig, card: DrafterCard, target, *, thinking: str | None = None, allow_template_mismatch: bool = False
+    config, card: DrafterCard, target, *, thinking: str | None = None, allow_template_mismatch: bool = False
 ) -> None:
     """Raise ValueError with one sentence when the drafter cannot serve `target`, or was trained for another use of it.
 
@@ -101,7 +99,7 @@ def check_target(
         raise ValueError(f"the drafter was trained with thinking {card.thinking} but {target.name} runs with thinking {thinking}; {remedy}")
 
 
-def check_shapes(config: DrafterConfig, target) -> None:
+def check_shapes(config, target) -> None:
     """Raise ValueError when width, depth, vocabulary or mask token of drafter and target disagree; no setting can mend these."""
     ours, theirs = config.transformer, target.config
     if ours.hidden_size != theirs.hidden_size:
@@ -118,7 +116,11 @@ def check_shapes(config: DrafterConfig, target) -> None:
             f"the drafter's vocabulary has {ours.vocab_size} tokens but that of {target.name} has {theirs.vocab_size}; "
             "it was made for another target"
         )
-    if not 0 <= config.mask_token < theirs.vocab_size:
-        raise ValueError(
-            f"mask token {config.mask_token} is outside the {theirs.vocab_size} tokens of {target.name}; name another with mask_token="
-        )
+    token = mask_token(config)
+    if token is not None and not 0 <= token < theirs.vocab_size:
+        raise ValueError(f"mask token {token} is outside the {theirs.vocab_size} tokens of {target.name}; name another with mask_token=")
+
+
+def mask_token(config) -> int | None:
+    """What fills the open slots of a block; an autoregressive drafter has none."""
+    return getattr(config, "mask_token", None)

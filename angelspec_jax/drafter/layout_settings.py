@@ -36,6 +36,8 @@ class Overrides:
     target_num_layers: int | None = None
     layout: str | None = None  # of the block: "same_position" or "anchor_first"
     rope_theta: float | None = None
+    num_drafts: int | None = None  # of an autoregressive drafter: most drafts a round
+    input_postnorm: bool | None = None  # MTP: it reads the target's hidden state after the final norm
 
 
 def parse_overrides(overrides: Mapping[str, Any]) -> Overrides:
@@ -117,7 +119,7 @@ def settings_for(config: DrafterConfig, layout: str) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "rms_norm_eps": model.rms_norm_eps,
         "rope_theta": model.rope.theta,
-        "rope_scaling": _rope_scaling(model.rope),
+        "rope_scaling": rope_scaling(model.rope),
         "max_position_embeddings": model.max_positions,
         "attention_bias": model.attention_bias,
         "sliding_window": None,
@@ -177,7 +179,8 @@ def refuse_export(config: DrafterConfig, layout: str, draft_ids) -> None:
         )
 
 
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
+def rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    """config.json's rope_scaling."""
     if rope.scaling is None:
         return None
     if rope.scaling == "ntk":  # Hunyuan's name for it

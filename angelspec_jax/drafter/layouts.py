@@ -20,24 +20,25 @@ import numpy as np
 from jaxtyping import Int
 from safetensors.numpy import save_file
 
-from angelspec_jax.drafter import layouts_block
+from angelspec_jax.drafter import layouts_block, layouts_mtp
 from angelspec_jax.drafter.card import KEY, DrafterCard
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.layout_settings import CONFIG, parse_overrides
 from angelspec_jax.drafter.layout_source import architecture
+from angelspec_jax.drafter.mtp import MTPConfig
 from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.target import hf
 
 WEIGHTS = "model.safetensors"
-READERS: dict[str, ModuleType] = dict.fromkeys(layouts_block.FAMILIES, layouts_block)  # family -> the module that reads it
-WRITERS: dict[type, ModuleType] = {DrafterConfig: layouts_block}  # type of the config -> the module that writes it
+# family -> the module that reads it
+READERS: dict[str, ModuleType] = {family: module for module in (layouts_block, layouts_mtp) for family in module.FAMILIES}
+WRITERS: dict[type, ModuleType] = {DrafterConfig: layouts_block, MTPConfig: layouts_mtp}  # type of the config -> the module that writes it
 
 UNSUPPORTED = {
     "dflare": "DFlare (per-layer fusion with its own key and value projections)",
     "gated_sum": "DFlash with a gated sum of target layers",
     "dflash2": "DFlash2 (candidate selector)",
     "dspark": "DSpark (Markov head)",
-    "mtp": "MTP (next-token-prediction module)",
     "eagle3": "EAGLE-3",
     "gemma4": "DSpark for Gemma 4",
 }
@@ -85,10 +86,11 @@ def write(
     keep their dtype, so reading gives the same bits. ValueError when the layout cannot express the drafter.
     """
     module = WRITERS[type(config)]
-    given = {name: np.asarray(value) for name, value in (("embed", embed), ("lm_head", lm_head)) if value is not None}
+    given = {name: value for name, value in (("embed", embed), ("lm_head", lm_head)) if value is not None}
     tensors, settings = module.export(params, config, layout or module.default_layout(config), draft_ids, given)
     tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    settings = settings | {"torch_dtype": tensors["layers.0.self_attn.q_proj.weight"].dtype.name, KEY: card.to_dict()}
+    stored = next(value for name, value in tensors.items() if name.endswith("self_attn.q_proj.weight"))
+    settings = settings | {"torch_dtype": stored.dtype.name, KEY: card.to_dict()}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from angelspec_jax.target.moe import MoE, moe_specs, routed
 class Layer:
     input_norm: jax.Array  # [D]
     # One product per kv head: its H/G query heads, then its key, then its value. Sharding over G keeps them together.
-    qkv: jax.Array  # [D, G, H/G + 2, E]
+    qkv: jax.Array  # [D, G, H/G + 2, E]; a leading 2D where attention reads two states (EAGLE-3)
     o: jax.Array  # [H, E, D]
     post_attention_norm: jax.Array  # [D]
     gate_up: jax.Array | None  # [D, 2, F]; beside experts the shared one's, None where none is shared
@@ -27,8 +27,11 @@ class Layer:
     moe: MoE | None = None
 
 
-def layer_specs(config: TransformerConfig, sparse: bool = False) -> Layer:
-    """Declaration of one layer's parameters; a `sparse` layer routes to the experts of `config.moe`."""
+def layer_specs(config: TransformerConfig, sparse: bool = False, inputs: int | None = None) -> Layer:
+    """Declaration of one layer's parameters; a `sparse` layer routes to the experts of `config.moe`.
+
+    `inputs` is the width of what attention reads, by default the model's.
+    """
     d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     moe = config.moe if sparse else None
     f = config.intermediate_size if moe is None else moe.shared_size
@@ -37,7 +40,7 @@ def layer_specs(config: TransformerConfig, sparse: bool = False) -> Layer:
     head_norm = Param((e,), (None,), "ones", dtype=jnp.float32) if config.qk_norm else None
     return Layer(
         input_norm=norm,
-        qkv=Param((d, g, per_group, e), ("embed", "kv_heads", None, None)),
+        qkv=Param((inputs or d, g, per_group, e), ("embed", "kv_heads", None, None)),
         o=Param((h, e, d), ("heads", None, "embed"), inputs=2),
         post_attention_norm=norm,
         gate_up=Param((d, 2, f), ("embed", None, "mlp")) if f else None,
@@ -55,9 +58,13 @@ def decoder_layer(
     x: Float[Array, "*N D"],
     rotation: "Rotation",
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    normed: Float[Array, "*N inputs"] | None = None,
 ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N G E"], Float[Array, "*N G E"]]]:
-    """Pre-norm attention and SwiGLU. `attend(q, k, v)` decides what a row sees; the rows' own keys and values are returned."""
-    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    """Pre-norm attention and SwiGLU. `attend(q, k, v)` decides what a row sees; the rows' own keys and values are returned.
+
+    `normed` is what attention reads, by default x after the layer's input norm.
+    """
+    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps) if normed is None else normed
     q, k, v = project_qkv(layer, config, normed, rotation)
     with jax.named_scope("attention"):
         mixed = attend(q, k, v)

@@ -64,8 +64,11 @@ def target_leaves(config: TransformerConfig, prefix: str = "model.") -> TargetPa
     )
 
 
-def layer_leaves(config: TransformerConfig, prefix: str, sparse: bool = False) -> Layer:
-    """A `Leaf` for every parameter of one decoder layer, routed to experts or not, whose checkpoint names start with `prefix`."""
+def layer_leaves(config: TransformerConfig, prefix: str, sparse: bool = False, inputs: int | None = None) -> Layer:
+    """A `Leaf` for every parameter of one decoder layer, routed to experts or not, whose checkpoint names start with `prefix`.
+
+    `inputs` is the width of what attention reads, by default the model's.
+    """
     d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     moe = config.moe if sparse else None
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -75,7 +78,7 @@ def layer_leaves(config: TransformerConfig, prefix: str, sparse: bool = False) -
     return Layer(
         input_norm=_plain(f"{prefix}input_layernorm.weight", (d,)),
         qkv=_leaf(
-            tuple((f"{name}.weight", (rows, d)) for name, rows in heads),
+            tuple((f"{name}.weight", (rows, inputs or d)) for name, rows in heads),
             functools.partial(_read_qkv, [f"{name}.weight" for name, _ in heads], config),
         ),
         o=_leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
@@ -144,9 +147,9 @@ def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[
     """The checkpoint tensors of one decoder layer: the inverse of `layer_leaves`."""
     d, e, queries = config.hidden_size, config.head_dim, config.queries_per_kv
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = np.moveaxis(np.asarray(layer.qkv), 0, -1)  # [G, H/G + 2, E, D]
+    qkv = np.moveaxis(np.asarray(layer.qkv), 0, -1)  # [G, H/G + 2, E, inputs]
     parts = {"q_proj": slice(0, queries), "k_proj": slice(queries, queries + 1), "v_proj": slice(queries + 1, queries + 2)}
-    tensors = {f"{attention}{name}.weight": np.ascontiguousarray(qkv[:, part].reshape(-1, d)) for name, part in parts.items()}
+    tensors = {f"{attention}{name}.weight": np.ascontiguousarray(qkv[:, part].reshape(-1, qkv.shape[-1])) for name, part in parts.items()}
     if layer.qkv_bias is not None:
         bias = np.asarray(layer.qkv_bias)
         tensors |= {f"{attention}{name}.bias": np.ascontiguousarray(bias[:, part].reshape(-1)) for name, part in parts.items()}
