@@ -1,13 +1,11 @@
 """Text in, text out: chat template, tokens, decoding and detokenization in one call."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from angelspec_jax.data import chat
-from angelspec_jax.data.chat import Messages
+from angelspec_jax.answers import Completion, Delta, Prompt, encode, require_tokenizer
 from angelspec_jax.decoding import costs
 from angelspec_jax.decoding import generate as decoding
 from angelspec_jax.decoding.dcut import Policy
@@ -15,28 +13,7 @@ from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
-from angelspec_jax.tokenizer import Detokenizer, Tokenizer
-
-Prompt = str | Messages
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What the model answered to one prompt."""
-
-    text: str
-    tokens: tuple[int, ...]  # the answer's token ids, without the stop token
-    finish_reason: str  # "stop": the model ended its answer; "length": max_new_tokens did
-    rounds: int  # target passes it took
-    tau: float  # tokens emitted per round, the stop token included; 1.0 is plain decoding
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """What one round of a streamed answer added."""
-
-    text: str  # characters that became final, possibly none
-    tokens: tuple[int, ...]  # token ids, the stop token included
+from angelspec_jax.tokenizer import Detokenizer
 
 
 def generate(
@@ -98,19 +75,6 @@ def stream(
         yield Delta(rest, ())
 
 
-def encode(target: Target, prompt: Prompt, **switches: Any) -> list[int]:
-    """Token ids of a prompt, up to where the model's answer begins."""
-    tokenizer = require_tokenizer(target)
-    if target.chat_template is None:
-        if not isinstance(prompt, str):
-            raise ValueError(f"{target.name} has no chat template, so it cannot take a conversation; give the prompt as one text")
-        if switches:
-            raise ValueError(f"{target.name} has no chat template that could take {', '.join(sorted(switches))}")
-        return tokenizer.encode(prompt, add_special_tokens=True)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return chat.encode_prompt(tokenizer, target.chat_template, messages, **switches)
-
-
 def prepare(target: Target, drafter: Drafter | None = None, *, adaptive: bool = False) -> tuple[Plan, Weights]:
     """What the decoding functions take for a target, alone or with a drafter; `adaptive` allows rounds with fewer drafts or none."""
     stops = tuple(target.eos_ids)
@@ -140,9 +104,3 @@ def batch_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def require_tokenizer(target: Target) -> Tokenizer:
-    if target.tokenizer is None:
-        raise ValueError(f"{target.name} was loaded without a tokenizer; use decoding.generate on token ids, or add its tokenizer.json")
-    return target.tokenizer

@@ -1,5 +1,6 @@
 """Whole generations: one jitted program for notebooks and batch jobs, or step by step for streaming."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -105,21 +106,32 @@ def start(
     tokens = np.zeros((requests, capacity), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    dtype = weights.target.embed.dtype
-    drafts = plan.budgets[-1]
-    state = DecodeState(
+    state = dataclasses.replace(
+        create_state(plan, weights.target.embed.dtype, requests, capacity),
         tokens=jnp.asarray(tokens),
         length=jnp.asarray(lengths),
         limit=jnp.asarray(lengths + new_tokens),
         finished=jnp.asarray(new_tokens <= 0),
         sampling=make_sampling(requests) if sampling is None else jax.tree.map(jnp.copy, sampling),  # the state is donated
+    )
+    return state, even_policy(plan) if policy is None else policy
+
+
+def create_state(plan: Plan, dtype, requests: int, capacity: int) -> DecodeState:
+    """Slots that hold nothing: every request is finished, every cache empty."""
+    drafts = plan.budgets[-1]
+    return DecodeState(
+        tokens=jnp.zeros((requests, capacity), jnp.int32),
+        length=jnp.ones((requests,), jnp.int32),
+        limit=jnp.ones((requests,), jnp.int32),
+        finished=jnp.ones((requests,), bool),
+        sampling=make_sampling(requests),
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
         drafter=None if plan.drafter is None else registry.module(plan.drafter).create_state(plan.drafter, requests, capacity, dtype),
         statistics=Statistics(jnp.zeros(requests, jnp.int32), *(jnp.zeros((requests, drafts), jnp.int32) for _ in range(3))),
         round=jnp.int32(0),
         pace=jnp.float32(jnp.inf),
     )
-    return state, even_policy(plan) if policy is None else policy
 
 
 def even_policy(plan: Plan) -> Policy:

@@ -88,9 +88,22 @@ class DecodeState:
 
 
 @struct.dataclass
+class Report:
+    """What the round decided, for whoever watches it; nothing of it is needed to go on."""
+
+    finished: Bool[Array, "R"]
+    drafted: Bool[Array, ""]
+    budget: Int[Array, ""]  # index into `Plan.budgets`
+    kept: Int[Array, "R"]  # drafts that were verified
+    accepted: Int[Array, "R"]  # of these, those that became text
+    survival: Float[Array, "R K"]  # estimates the choice was made on; zeros without a draft
+
+
+@struct.dataclass
 class Emitted:
     tokens: Int[Array, "R W"]
     count: Int[Array, "R"]  # how many of them are new text
+    report: Report | None = None
 
 
 @struct.dataclass
@@ -124,29 +137,35 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
     statistics = _count(state.statistics, checked, jnp.minimum(accepted.count, emitted.count), running)
     pace = update_pace(policy, state.pace, budget, drafting, emitted.count, running)
-    return dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace), emitted
+    state = dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace)
+    return state, dataclasses.replace(emitted, report=_report(draft, checked, accepted, emitted, finished, running, drafting, budget))
 
 
 def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
     """Run the prompts, all but their last token, in chunks of `plan.prefill_chunk`; `state.length` holds the prompt lengths."""
     chunk = min(plan.prefill_chunk, state.tokens.shape[1])
-    requests = state.length.shape[0]
 
     def run(index, caches):
-        cache, drafter = caches
-        start = index * chunk
-        columns = start + jnp.arange(chunk, dtype=jnp.int32)[None]
-        tokens = jnp.take(state.tokens, columns[0], axis=1, mode="clip")
-        valid = columns < (state.length - 1)[:, None]
-        rows = uniform_rows(jnp.minimum(start, state.length - 1), chunk, valid=valid, causal=True)
-        positions = jnp.broadcast_to(columns, (requests, chunk)).reshape(-1)
-        features, hidden, new_kv = forward(weights.target, plan.target, tokens.reshape(-1), positions, rows, cache, plan.taps)
-        cache = kv_cache.commit(cache, new_kv, rows.request, positions, rows.valid)
-        next_tokens = jnp.take(state.tokens, columns[0] + 1, axis=1, mode="clip").reshape(-1)
-        return cache, _extend(plan, weights, features, hidden, next_tokens, rows.request, positions, rows.valid, drafter)
+        after = prefill_chunk(plan, weights, dataclasses.replace(state, cache=caches[0], drafter=caches[1]), index * chunk, chunk)
+        return after.cache, after.drafter
 
     chunks = (jnp.max(state.length) - 1 + chunk - 1) // chunk
     cache, drafter = jax.lax.fori_loop(0, chunks, run, (state.cache, state.drafter))
+    return dataclasses.replace(state, cache=cache, drafter=drafter)
+
+
+def prefill_chunk(plan: Plan, weights: Weights, state: DecodeState, start: Int[Array, ""], chunk: int) -> DecodeState:
+    """Run the prompt tokens at `start` .. `start + chunk - 1` of every request; those before are in the caches already."""
+    requests = state.length.shape[0]
+    columns = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+    tokens = jnp.take(state.tokens, columns[0], axis=1, mode="clip")
+    valid = columns < (state.length - 1)[:, None]
+    rows = uniform_rows(jnp.minimum(start, state.length - 1), chunk, valid=valid, causal=True)
+    positions = jnp.broadcast_to(columns, (requests, chunk)).reshape(-1)
+    features, hidden, new_kv = forward(weights.target, plan.target, tokens.reshape(-1), positions, rows, state.cache, plan.taps)
+    cache = kv_cache.commit(state.cache, new_kv, rows.request, positions, rows.valid)
+    next_tokens = jnp.take(state.tokens, columns[0] + 1, axis=1, mode="clip").reshape(-1)
+    drafter = _extend(plan, weights, features, hidden, next_tokens, rows.request, positions, rows.valid, state.drafter)
     return dataclasses.replace(state, cache=cache, drafter=drafter)
 
 
@@ -235,6 +254,12 @@ def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request
     return registry.module(plan.drafter).extend(
         weights.drafter, plan.drafter, weights.shared, features, hidden, next_tokens, request, positions, accepted, drafter
     )
+
+
+def _report(draft, checked, accepted, emitted: Emitted, finished, running, drafting, budget) -> Report:
+    kept = jnp.zeros_like(emitted.count) if checked is None else jnp.sum(checked & running[:, None], axis=1, dtype=jnp.int32)
+    survival = jnp.zeros((running.shape[0], 0), jnp.float32) if draft is None else draft.survival
+    return Report(finished, jnp.asarray(drafting), budget, kept, jnp.minimum(accepted.count, emitted.count), survival)
 
 
 def _count(statistics: Statistics, checked, accepted, running) -> Statistics:

@@ -1,0 +1,90 @@
+"""Slots of a decode state: one request put in, one taken out, all moved to a state of another size.
+
+Which axis of a leaf counts the slots follows from the shapes of states of one and of two slots, so any drafter's memory can be moved. A
+leaf whose shape does not depend on the number of slots (round counters, fitted confidences) belongs to the whole state.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.decoding.generate import create_state
+from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights, prefill_chunk, speculative_step
+
+WHOLE = -1
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def create(plan: Plan, dtype, requests: int, capacity: int) -> DecodeState:
+    """Empty slots."""
+    return create_state(plan, dtype, requests, capacity)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def insert(plan: Plan, state: DecodeState, single: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Put the request of a state of one slot into a slot."""
+
+    def put(axis, old, new):
+        return old if axis == WHOLE else jax.lax.dynamic_update_slice_in_dim(old, new, slot * new.shape[axis], axis)
+
+    return jax.tree.map(put, _axes(plan, state), state, single)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def take(plan: Plan, state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """A copy of one slot, as a state of one slot."""
+    requests = state.length.shape[0]
+
+    def cut(axis, leaf):
+        if axis == WHOLE:
+            return leaf
+        return jax.lax.dynamic_slice_in_dim(leaf, slot * (leaf.shape[axis] // requests), leaf.shape[axis] // requests, axis)
+
+    return jax.tree.map(cut, _axes(plan, state), state)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def rearrange(plan: Plan, state: DecodeState, order: Int[Array, "new"]) -> DecodeState:
+    """A state whose slot i holds what slot `order[i]` held."""
+    requests = state.length.shape[0]
+
+    def pick(axis, leaf):
+        if axis == WHOLE:
+            return leaf
+        size = leaf.shape[axis] // requests
+        apart = leaf.reshape(*leaf.shape[:axis], requests, size, *leaf.shape[axis + 1 :])
+        picked = jnp.take(apart, order, axis=axis)
+        return picked.reshape(*leaf.shape[:axis], order.shape[0] * size, *leaf.shape[axis + 1 :])
+
+    return jax.tree.map(pick, _axes(plan, state), state)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState, active: Bool[Array, "R"]) -> tuple[DecodeState, Emitted]:
+    """One round of the slots that are active; the others are finished for good."""
+    return speculative_step(plan, weights, policy, state.replace(finished=state.finished | ~active))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def prefill(plan: Plan, weights: Weights, state: DecodeState, start: Int[Array, ""], chunk: int) -> DecodeState:
+    """One chunk of the prompt of a state of one slot."""
+    return prefill_chunk(plan, weights, state, start, chunk)
+
+
+copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+
+
+def _axes(plan: Plan, state: DecodeState):
+    """The axis of every leaf that counts slots, or WHOLE."""
+    dtype = (state.cache.k[0] if isinstance(state.cache.k, tuple) else state.cache.k).dtype
+    one, two = (
+        jax.eval_shape(functools.partial(create_state, plan, dtype, requests, state.tokens.shape[1])) for requests in (1, 2)
+    )
+
+    def axis(a, b) -> int:
+        return next((i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), WHOLE)
+
+    return jax.tree.map(axis, one, two)
