@@ -1,21 +1,25 @@
 """The block-parallel drafter: context keys and values in a cache, one pass over a block of masks, a sequential head.
 
-One code path serves every family: `DrafterConfig` chooses the context and the head.
+One code path serves every family: `DrafterConfig` chooses the context, the head and the confidence.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from angelspec_jax.drafter import confidence
+from angelspec_jax.drafter.confidence import Confidence
 from angelspec_jax.drafter.config import DrafterConfig
-from angelspec_jax.drafter.context import Context, conditions, context_specs
-from angelspec_jax.drafter.heads import Correction, correct, head_specs, propose
+from angelspec_jax.drafter.context import Context, conditions, context_kv, context_specs
+from angelspec_jax.drafter.heads import head_specs, propose, row_logits, teacher_rows
 from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.params import Param
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import attend, block_ancestors, uniform_rows
-from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, project_kv, rms_norm, rotation
+from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm, rotation
 from pallas_kernels import reference
 
 
@@ -24,7 +28,8 @@ class BlockDrafter:
     context: Context
     layers: tuple[Layer, ...]
     norm: jax.Array  # [D]
-    head: Correction | None = None
+    head: Any = None  # of the kind that `config.head` names
+    confidence: Confidence | None = None
 
 
 def drafter_specs(config: DrafterConfig) -> BlockDrafter:
@@ -35,6 +40,7 @@ def drafter_specs(config: DrafterConfig) -> BlockDrafter:
         layers=(layer_specs(config.transformer),) * config.transformer.num_layers,
         norm=Param((width,), (None,), "ones", dtype=jnp.float32),
         head=head_specs(config),
+        confidence=confidence.specs(config),
     )
 
 
@@ -64,8 +70,8 @@ def extend(
         contexts = conditions(params.context, config, features.astype(params.layers[0].o.dtype))
         turned = rotation(config.transformer, positions)
         kv = [
-            project_kv(layer, config.transformer, context, turned)
-            for layer, context in zip(params.layers, contexts, strict=True)
+            context_kv(params.context, config, index, layer, context, turned)
+            for index, (layer, context) in enumerate(zip(params.layers, contexts, strict=True))
         ]
         new_kv = tuple(k for k, _ in kv), tuple(v for _, v in kv)
         return DrafterState(kv_cache.commit(state.cache, new_kv, request, positions, accepted))
@@ -87,7 +93,31 @@ def draft(
     slots = hidden[:, config.first_slot :]
     offsets = jnp.arange(1, config.num_drafts + 1, dtype=jnp.int32)
     with jax.named_scope("draft_head"):
-        return propose(params.head, config, shared, slots, anchor, prefix_length[:, None] + offsets[None], noise, policy)
+        positions = prefix_length[:, None] + offsets[None]
+        return propose(params.head, config, shared, slots, anchor, positions, noise, policy, judge(params, config))
+
+
+def judge(params: BlockDrafter, config: DrafterConfig):
+    """The confidence strategy of this drafter, for `heads.propose`."""
+
+    def by_probability(draft, hidden, previous, own):
+        del hidden, previous
+        return confidence.from_probability(own, config, draft)
+
+    def by_head(draft, hidden, previous, own):
+        del own
+        return confidence.from_logits(confidence_logits(params, config, hidden, previous), config, draft)
+
+    return by_probability if params.confidence is None else by_head
+
+
+def confidence_logits(
+    params: BlockDrafter, config: DrafterConfig, hidden: Float[Array, "*N D"], previous: Int[Array, "*N"]
+) -> Float[Array, "*N"]:
+    """Logits of the trained confidence head for slots whose previous tokens are known, before any temperature."""
+    assert params.confidence is not None, "this drafter has no confidence head"
+    embedding = params.head.w1[previous] if config.confidence == "hidden_markov" else None
+    return confidence.logits(params.confidence, hidden, embedding)
 
 
 def block_hidden(params, config: DrafterConfig, shared: Shared, anchor, prefix_length, state) -> Float[Array, "R K D"]:
@@ -133,8 +163,8 @@ def training_hidden(
     anchor_documents = None if documents is None else jnp.take_along_axis(documents, anchors, axis=1)
     context_turned, block_turned = rotation(model, positions), rotation(model, block_positions)
     x = embed[block_tokens].astype(features.dtype)
-    for layer, context in zip(params.layers, contexts, strict=True):
-        k_context, v_context = project_kv(layer, model, context, context_turned)
+    for index, (layer, context) in enumerate(zip(params.layers, contexts, strict=True)):
+        k_context, v_context = context_kv(params.context, config, index, layer, context, context_turned)
 
         def see(q, k, v, k_context=k_context, v_context=v_context):
             return reference.anchor_attention(
@@ -146,9 +176,12 @@ def training_hidden(
 
 
 def teacher_forced(
-    params: BlockDrafter, config: DrafterConfig, embed: Float[Array, "V D"], hidden: Float[Array, "B A K D"], previous: Int[Array, "B A K"]
-) -> Float[Array, "B A K D"]:
-    """Hidden states corrected with the true previous tokens."""
-    return hidden if params.head is None else correct(params.head, config, hidden, embed[previous])
+    params: BlockDrafter, config: DrafterConfig, embed: Float[Array, "V D"], hidden: Float[Array, "*N K D"], previous: Int[Array, "*N K"]
+) -> PyTree:
+    """What the logits of slots are made of with the true previous tokens; leaves [.., K, ...], for `slot_logits`."""
+    return teacher_rows(params.head, config, embed, hidden, previous)
 
 
+def slot_logits(params: BlockDrafter, config: DrafterConfig, rows: PyTree, head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
+    """Logits of `teacher_forced` rows over the head's rows."""
+    return row_logits(params.head, config, rows, head)

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from angelspec_jax.drafter.block import BlockDrafter, drafter_specs
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.context import Context
-from angelspec_jax.drafter.heads import Correction
+from angelspec_jax.drafter.correction import Correction
 from angelspec_jax.drafter.layout_settings import (
     CORRECTION,
     DRAFT_IDS,

@@ -114,18 +114,20 @@ def _loss(
     )
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     states = block.training_hidden(params, drafter, frozen.embed, features, positions, anchors, keep, targets.block_tokens)
-    states = block.teacher_forced(params, drafter, frozen.embed, states, targets.previous)
+    rows = block.teacher_forced(params, drafter, frozen.embed, states, targets.previous)
+    confidence = block.confidence_logits(params, drafter, states, targets.previous) if drafter.confidence else None
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
-    head = functools.partial(_head, rows=frozen.head)
     return block_loss(
         objective,
-        states,
+        rows,
         gather_rows(hidden, targets.teacher_index),
         labels,
         targets.weight_mask,
-        head,
+        lambda rows: block.slot_logits(params, drafter, rows, frozen.head),
         layout=drafter.layout,
         chunk=settings.chunk,
+        teacher_head=functools.partial(_head, rows=frozen.head),
+        confidence_logits=confidence,
     )
 
 

@@ -1,4 +1,4 @@
-"""DFlash and DFly against numbers of the public references: context, layers, hidden states, logits, chains, draft cache."""
+"""Block drafters against numbers of the public references: context, layers, hidden states, logits, chains, draft cache."""
 
 import jax
 import jax.numpy as jnp
@@ -6,22 +6,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from angelspec_jax.drafter import block, context, heads, layouts
+from angelspec_jax.drafter import block, context, layouts
 from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
 from angelspec_jax.target.layers import rms_norm
 
 TOLERANCE = 1e-4
 # One compilation each instead of one per operation.
 block_hidden = jax.jit(block.block_hidden, static_argnums=1)
+confidence_logits = jax.jit(block.confidence_logits, static_argnums=1)
 conditions = jax.jit(context.conditions, static_argnums=1)
-correct = jax.jit(heads.correct, static_argnums=1)
 draft = jax.jit(block.draft, static_argnums=1)
 extend = jax.jit(block.extend, static_argnums=1)
+slot_logits = jax.jit(block.slot_logits, static_argnums=1)
 teacher_forced = jax.jit(block.teacher_forced, static_argnums=1)
 training_hidden = jax.jit(block.training_hidden, static_argnums=1)
 FULL = DraftPolicy(jnp.float32(0.0), candidates=0)
 ZLAB = ["zlab_dflash", "zlab_dflash_wide_heads"]
-ANGELSPEC = ["angelspec_dflash", "angelspec_dfly", "angelspec_dfly_wide_heads"]
+ANGELSPEC = ["angelspec_dflash", "angelspec_dflare", "angelspec_dfly", "angelspec_dfly_wide_heads", "angelspec_dspark"]
+DEEPSPEC = ["deepspec_dflash", *(f"deepspec_dspark_{name}" for name in ("vanilla", "gated", "rnn", "conf_nomarkov"))]
 
 
 def _load(folder):
@@ -50,6 +52,15 @@ def _check_layers(params, config, shared, anchor, prefix, state, expected):
         _close(hidden, rms_norm(jnp.asarray(layer), params.norm, config.transformer.rms_norm_eps))
 
 
+def _check_confidence(params, config, chain, hidden, previous, logits, confidence):
+    """Logits of the trained head along the chain, and the survival that comes of them."""
+    if logits is None:
+        return
+    first = config.first_slot
+    _close(confidence_logits(params, config, hidden[:, first:], previous[:, first:]), logits)
+    _close(chain.survival, np.cumprod(confidence, axis=1))
+
+
 @pytest.mark.parametrize("case", ANGELSPEC)
 def test_angelspec_block(golden, case):
     folder, io, settings = golden(f"drafters/{case}")
@@ -73,14 +84,15 @@ def test_angelspec_block(golden, case):
 
     chain = draft(params, config, shared, Seen(anchor, prefix, anchor[:, None]), state, None, FULL)
     np.testing.assert_array_equal(chain.tokens, io["out.draft_tokens"])
-    previous = jnp.concatenate([anchor[:, None], chain.tokens[:, :-1]], axis=1)
-    corrected = correct(params.head, config, hidden[:, 1:], embed[previous])
+    previous = jnp.concatenate([anchor[:, None], anchor[:, None], chain.tokens[:, :-1]], axis=1)
+    rows = teacher_forced(params, config, embed, hidden, previous)
     if "out.corrected_hidden" in io:
-        _close(corrected, io["out.corrected_hidden"])
-    _close(corrected @ shared.head.T, io["out.logits"])
+        _close(rows[:, 1:], io["out.corrected_hidden"])
+    _close(slot_logits(params, config, rows, shared.head)[:, 1:], io["out.logits"])
+    _check_confidence(params, config, chain, hidden, previous, io.get("out.confidence_logits"), io.get("out.confidence"))
 
 
-@pytest.mark.parametrize("case", [*ZLAB, "deepspec_dflash"])
+@pytest.mark.parametrize("case", [*ZLAB, *DEEPSPEC])
 def test_two_rounds_share_the_draft_cache(golden, case):
     folder, io, _ = golden(f"drafters/{case}")
     params, config = _load(folder)
@@ -104,13 +116,25 @@ def test_two_rounds_share_the_draft_cache(golden, case):
                 _close(state.cache.v[index][:, :, :seen], io[f"out.{turn}.cache_v{index}"])
         hidden = block_hidden(params, config, shared, anchor, prefix, state)
         _close(hidden, io[f"out.{turn}.hidden"])
-        _close(hidden[:, config.first_slot :] @ shared.head.T, io[f"out.{turn}.logits"])
+        if f"out.{turn}.base_logits" in io:
+            _close(hidden @ shared.head.T, io[f"out.{turn}.base_logits"])
         chain = draft(params, config, shared, Seen(anchor, prefix, anchor[:, None]), state, None, FULL)
         np.testing.assert_array_equal(chain.tokens, io[f"out.{turn}.draft_tokens"])
+        # Slot 0 of the same-position layout yields nothing: what stands before it is not looked at.
+        before = [anchor[:, None]] * (1 + config.first_slot)
+        previous = jnp.concatenate([*before, chain.tokens[:, :-1]], axis=1)
+        logits = slot_logits(params, config, teacher_forced(params, config, shared.embed, hidden, previous), shared.head)
+        _close(logits[:, config.first_slot :], io[f"out.{turn}.logits"])
+        _check_confidence(
+            params, config, chain, hidden, previous, io.get(f"out.{turn}.confidence_logits"), io.get(f"out.{turn}.confidence")
+        )
+    if "in.teacher_forced_prev" in io:
+        rows = teacher_forced(params, config, shared.embed, hidden, jnp.asarray(io["in.teacher_forced_prev"], jnp.int32))
+        _close(slot_logits(params, config, rows, shared.head), io["out.r2.teacher_forced_logits"])
 
 
 @pytest.mark.parametrize("variant", ["unpacked", "packed"])
-@pytest.mark.parametrize("case", ["angelspec_dflash", "angelspec_dfly"])
+@pytest.mark.parametrize("case", ["angelspec_dflash", "angelspec_dflare", "angelspec_dfly", "angelspec_dspark"])
 def test_training_forward(golden, case, variant):
     folder, io, _ = golden(f"training/{case}")
     params, config = _load(folder)
@@ -129,5 +153,5 @@ def test_training_forward(golden, case, variant):
     tokens = jnp.full((*anchors.shape, config.block_size), config.mask_token, jnp.int32).at[:, :, 0].set(first)
     hidden = training_hidden(params, config, embed, features, positions, anchors, keep, tokens, documents)
     _close(hidden, io[f"out.{variant}.draft_hidden"])
-    corrected = teacher_forced(params, config, embed, hidden, jnp.asarray(io[f"out.{variant}.prev_tokens"], jnp.int32))
-    _close(corrected @ jnp.asarray(io["in.target_lm_head_weight"]).T, io[f"out.{variant}.logits"])
+    rows = teacher_forced(params, config, embed, hidden, jnp.asarray(io[f"out.{variant}.prev_tokens"], jnp.int32))
+    _close(slot_logits(params, config, rows, jnp.asarray(io["in.target_lm_head_weight"])), io[f"out.{variant}.logits"])

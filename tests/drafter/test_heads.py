@@ -1,5 +1,6 @@
 """The candidate shortlist: same drafts as the whole vocabulary, exact sparse q, survival, and the loop that stops early."""
 
+import dataclasses
 import types
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from angelspec_jax import noise as noise_lib
 from angelspec_jax.drafter import heads
+from angelspec_jax.drafter.correction import correct
 from angelspec_jax.drafter.loading import drafter_config
 from angelspec_jax.drafter.types import DraftPolicy, Noise, OneHot, Shared, Sparse
 from angelspec_jax.target.config import TransformerConfig
@@ -36,7 +38,8 @@ def setup(randomize):
 
 def _propose(setup, *, candidates, noise=None, min_survival=0.0, head=True, shared=None):
     policy = DraftPolicy(jnp.float32(min_survival), candidates=candidates)
-    return propose(setup.head if head else None, CONFIG, shared or setup.shared, setup.hidden, setup.anchor, setup.positions, noise, policy)
+    config, own = (CONFIG, setup.head) if head else (dataclasses.replace(CONFIG, head=None), None)
+    return propose(own, config, shared or setup.shared, setup.hidden, setup.anchor, setup.positions, noise, policy)
 
 
 def _hot(temperature):
@@ -46,7 +49,7 @@ def _hot(temperature):
 def _logits(setup, tokens):
     """Corrected logits of the whole vocabulary along a chain."""
     previous = jnp.concatenate([setup.anchor[:, None], tokens[:, :-1]], axis=1)
-    return heads.correct(setup.head, CONFIG, setup.hidden, setup.shared.embed[previous]) @ setup.shared.head.T
+    return correct(setup.head, CONFIG, setup.hidden, setup.shared.embed[previous]) @ setup.shared.head.T
 
 
 def test_shortlist_gives_the_drafts_of_the_whole_vocabulary(setup):
