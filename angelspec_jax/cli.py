@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from angelspec_jax.drafter.loading import Drafter
+    from angelspec_jax.processes import Cluster
     from angelspec_jax.target.loading import Target
 
 SMOLLM2, SHIPPED = "smollm2", "smollm2-dfly"
@@ -57,7 +58,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measure parts of decoding on thi
 app.add_typer(bench, name="bench")
 
 TARGET_HELP = f"A Hugging Face model directory, a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
-DRAFTER_HELP = f"A drafter directory, '{SHIPPED}' (shipped), or 'none'. Default: the shipped one with {SMOLLM2}, else none."
+DRAFTER_HELP = (
+    f"A drafter directory, '{SHIPPED}' (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
+    f"Default: the shipped one with {SMOLLM2}, else none."
+)
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help=TARGET_HELP)]
 DrafterOption = Annotated[str | None, typer.Option("--drafter", "-d", help=DRAFTER_HELP)]
@@ -72,6 +76,10 @@ Switches = Annotated[list[str] | None, typer.Option("--template", help="Switch o
 Mismatch = Annotated[
     bool, typer.Option("--allow-template-mismatch", help="Use a drafter trained with another chat template or thinking mode.")
 ]
+Coordinator = Annotated[str | None, typer.Option(envvar="ANGELSPEC_COORDINATOR", help="HOST:PORT of process 0, on every host the same.")]
+Processes = Annotated[int | None, typer.Option("--processes", envvar="ANGELSPEC_PROCESSES", help="How many processes work together.")]
+ProcessId = Annotated[int | None, typer.Option(envvar="ANGELSPEC_PROCESS_ID", help="Number of this process, from 0.")]
+Timeout = Annotated[int, typer.Option(min=1, help="Seconds without a sign of life until another process counts as lost.")]
 Capacity = Annotated[int | None, typer.Option(min=2, help="Tokens a request can hold, prompt included; fixes the compiled shape.")]
 
 
@@ -212,8 +220,19 @@ def chat(
 def train(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one such as train/smollm2_dfly.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the file's.")] = None,
+    coordinator: Coordinator = None,
+    number: Processes = None,
+    process_id: ProcessId = None,
+    timeout: Timeout = 120,
 ) -> None:
-    """Train a drafter; the same command continues a run that was stopped."""
+    """Train a drafter; the same command continues a run that was stopped.
+
+    With several hosts give every host the same command: as it is on the workers of a TPU slice, elsewhere with --coordinator,
+    --processes and the host's own --process-id.
+    """
+    from angelspec_jax import processes
+
+    cluster = _cluster(coordinator, number, process_id, timeout)
     from angelspec_jax import config as configs
 
     settings = configs.load(config, overrides or [])
@@ -223,8 +242,10 @@ def train(
     from angelspec_jax.training import online_eval, trainer
 
     command = shlex.join(["angelspec", "train", config, *(overrides or [])])
-    folder = trainer.train(settings, evaluate=online_eval.evaluator, command=command)
-    typer.echo(str(folder))
+    with processes.joined(cluster, expected):
+        folder = trainer.train(settings, evaluate=online_eval.evaluator, command=command)
+        if processes.first():
+            typer.echo(str(folder))
 
 
 @app.command()
@@ -346,6 +367,16 @@ def main() -> None:
     app()
 
 
+def _cluster(coordinator: str | None, number: int | None, process_id: int | None, timeout: int) -> "Cluster":
+    """The processes of this run. With several of them this process becomes the supervisor of another one and does not return."""
+    from angelspec_jax import processes
+
+    cluster = processes.Cluster(coordinator, number, process_id, timeout)
+    if cluster.several and not processes.supervised():
+        raise SystemExit(processes.supervise(["-m", "angelspec_jax", *sys.argv[1:]]))
+    return cluster
+
+
 def _start():
     """Set JAX up for a command; the console that results go to."""
     from rich.console import Console
@@ -366,12 +397,15 @@ def _find_target(name: str) -> str:
     return str(models.smollm2())
 
 
-def _find_drafter(name: str | None, target: str) -> Path | None:
-    """Folder of a drafter; None for none."""
+def _find_drafter(name: str | None, target: str) -> str | Path | None:
+    """Folder or name of a drafter; None for none."""
     from angelspec_jax import models
+    from angelspec_jax.drafter import untrained
 
     if name == "none":
         return None
+    if untrained.is_name(name):
+        return name
     if name is None:
         if target != SMOLLM2:
             return None

@@ -5,9 +5,12 @@ width, vocabulary).
 """
 
 import os
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from angelspec_jax.params import map_params
@@ -39,7 +42,28 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Me
     if int(np.prod(sizes)) != len(devices):
         shape, needed = "x".join(map(str, sizes)), int(np.prod(sizes))
         raise ValueError(f"mesh {shape} (data x fsdp x tensor) needs {needed} devices, there are {len(devices)}")
-    return Mesh(np.asarray(devices).reshape(sizes), AXES)
+    return Mesh(device_grid(sizes, devices), AXES)
+
+
+def device_grid(sizes: Sequence[int], devices: Sequence) -> np.ndarray:
+    """Devices as an array of `sizes` (data, fsdp, tensor), neighbours in the array being neighbours in the machine.
+
+    Slices of TPUs are joined by the data-centre network (DCN), far slower than the links inside a slice (ICI). Only the outermost axis that
+    the number of slices divides crosses it: `data`, else `fsdp`, whose traffic is once a step; never `tensor`. Inside a slice the
+    axes follow the torus. Other devices keep their order, which is by process: outer axes cross processes first.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        if devices[0].platform != "tpu":
+            return np.asarray(devices).reshape(tuple(sizes))
+        return mesh_utils.create_device_mesh(tuple(sizes), list(devices), allow_split_physical_axes=True)
+    across = next((axis for axis in (0, 1) if sizes[axis] % slices == 0), None)
+    if across is None:
+        shape = "x".join(map(str, sizes))
+        raise ValueError(f"mesh {shape} (data x fsdp x tensor) does not spread over {slices} slices; make mesh.data a multiple of {slices}")
+    outer = [slices if axis == across else 1 for axis in range(3)]
+    inner = [size // parts for size, parts in zip(sizes, outer, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, list(devices), allow_split_physical_axes=True)
 
 
 def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules=None) -> PartitionSpec:
@@ -65,6 +89,14 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], r
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def replicate(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """A value that every process has, on every device of the mesh."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):  # a typed key goes as its bits: it cannot be put on devices of other processes
+        return jax.random.wrap_key_data(replicate(jax.random.key_data(value), mesh), impl=jax.random.key_impl(value))
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, replicated(mesh), lambda index: host[index])
 
 
 def shardings(mesh: Mesh, specs, rules=None):

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from angelspec_jax import config as configs
 from angelspec_jax import mesh as meshes
+from angelspec_jax import processes
 from angelspec_jax.config import MeshSection, TrainConfig
 from angelspec_jax.data import pipeline
 from angelspec_jax.drafter import loading as drafters
@@ -67,19 +68,29 @@ def train(
     sentence; nothing is compiled before config, data, target and an existing checkpoint have been found to fit together.
     """
     display = Display(config.train.steps, show=jax.process_index() == 0)
-    checkpoints = Checkpoints(_folder(config), config.train.keep)
+    folder = _folder(config)
+    processes.check_shared(folder)
+    checkpoints = Checkpoints(folder, config.train.keep)
     try:
         check_same_run(checkpoints, config)
         run = Run.create(prepare_job(config, target, display.say), checkpoints, display, evaluate)
         with Interrupted() as interrupted:
-            return run.go(interrupted, command)
+            exported = run.go(interrupted, command)
+    except BaseException as error:
+        if jax.process_count() > 1 and processes.lost(error):
+            raise ConnectionError(processes.LOST) from error  # closing would wait for who is not there
+        checkpoints.close()
+        raise
     finally:
         display.close()
-        checkpoints.close()
+    checkpoints.close()
+    return exported
 
 
 def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) -> Job:
     """Load and check everything."""
+    if config.data.cache is not None and jax.process_count() > 1:
+        raise ValueError("data.cache is written by one process; leave it out with several, which compute the features in every step")
     mesh = make_mesh(config.mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
@@ -190,18 +201,18 @@ class Run:
                 window.append((metrics, clock.tick()))
                 done = index + 1
                 self.display.advance(done)
-                saving = interrupted.signal is not None or done % config.train.save_every == 0 or done == total
+                stop = processes.agree(interrupted.signal or 0)  # a signal to one process stops all at the same step
+                saving = stop or done % config.train.save_every == 0 or done == total
                 # A record never spans two objectives: they do not have the same metrics.
                 if saving or done % config.train.log_every == 0 or done in config.train.stage_ends():
                     self.log(window, done, clock, journal)
                     window = []
                 if saving:
                     self.save(state, done, clock)
-                if interrupted.signal is not None:
+                if stop:
                     self.checkpoints.wait()
-                    name = signal.Signals(interrupted.signal).name
-                    self.display.say(f"saved step {done} after {name}; the same command continues from there")
-                    raise SystemExit(128 + interrupted.signal)
+                    self.display.say(f"saved step {done} after {signal.Signals(stop).name}; the same command continues from there")
+                    raise SystemExit(128 + stop)
                 if config.evaluation.every and (done % config.evaluation.every == 0 or done == total):
                     measured = self.evaluate(state, done, journal)
                     clock.skip()
@@ -371,8 +382,7 @@ def thinking_mode(template: Mapping[str, Any]) -> str | None:
 
 def _on_mesh(state: step.TrainState, mesh: Mesh) -> step.TrainState:
     """Scalars and keys replicated over the mesh; parameters and what follows them stay as they are placed."""
-    whole = meshes.replicated(mesh)
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf.sharding, NamedSharding) else jax.device_put(leaf, whole), state)
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf.sharding, NamedSharding) else meshes.replicate(leaf, mesh), state)
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
