@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from angelspec_jax import places
-from angelspec_jax.drafter import layouts
+from angelspec_jax.drafter import layouts, registry, untrained
 from angelspec_jax.drafter.block import BlockDrafter, drafter_specs
 from angelspec_jax.drafter.card import DrafterCard, card_for, check_shapes, check_target
 from angelspec_jax.drafter.config import FAMILIES, DrafterConfig, default_taps
@@ -33,8 +33,8 @@ _initialize = jax.jit(initialize, static_argnums=(0, 2))  # one program instead 
 class Drafter:
     """A drafter ready to draft for one target."""
 
-    params: BlockDrafter
-    config: DrafterConfig
+    params: registry.AnyDrafter  # None where nothing was trained
+    config: registry.AnyConfig
     shared: Shared  # the target's embedding and head rows
     card: DrafterCard
     name: str
@@ -53,9 +53,13 @@ def load_drafter(
 ) -> Drafter:
     """Load a drafter (a directory, a hub id, or a `gs://` address) for `target` (with `params`, `config`, `name` and `chat_template`).
 
+    A name of `untrained.NAMES` makes a drafter that needs no checkpoint.
+
     Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides`
     answer what the checkpoint leaves open (`layout_settings.Overrides`). ValueError, one sentence, when the drafter does not fit.
     """
+    if untrained.is_name(source):
+        return Drafter(None, untrained.named(source, target.config), share(target.params), DrafterCard(), source)
     path = places.resolve(source, revision)
     params, config, card, draft_ids = layouts.read(path, **overrides)
     check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)

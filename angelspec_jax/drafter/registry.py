@@ -8,14 +8,23 @@ Every module offers `drafter_specs(config)`, `create_state(config, requests, cap
 
 from types import ModuleType
 
-from angelspec_jax.drafter import block
+from angelspec_jax.drafter import block, eagle3, early_exit, lookup, mtp
 from angelspec_jax.drafter.block import BlockDrafter
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.eagle3 import Eagle3, Eagle3Config
+from angelspec_jax.drafter.mtp import MTP, MTPConfig
+from angelspec_jax.drafter.untrained import EarlyExitConfig, LookupConfig
 
-AnyConfig = DrafterConfig
-AnyDrafter = BlockDrafter
+AnyConfig = DrafterConfig | MTPConfig | Eagle3Config | LookupConfig | EarlyExitConfig
+AnyDrafter = BlockDrafter | MTP | Eagle3 | None
 
-MODULES: dict[type, ModuleType] = {DrafterConfig: block}
+MODULES: dict[type, ModuleType] = {
+    DrafterConfig: block,
+    MTPConfig: mtp,
+    Eagle3Config: eagle3,
+    LookupConfig: lookup,
+    EarlyExitConfig: early_exit,
+}
 
 
 def module(config: AnyConfig) -> ModuleType:

@@ -20,9 +20,8 @@ from jaxtyping import Array, Int
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter import registry
-from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.loading import Drafter
-from angelspec_jax.drafter.types import DrafterState, DraftPolicy, Seen, Shared
+from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
@@ -186,13 +185,17 @@ def _time_plain(target: Target, requests: int, context: int, capacity: int, repe
 def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
     dtype = target.params.embed.dtype
     state = registry.module(drafter.config).create_state(drafter.config, requests, capacity, dtype)
-    anchor, prefix = jnp.zeros((requests,), jnp.int32), jnp.full((requests,), context, jnp.int32)
+    cache = kv_cache.create(target.config, requests, capacity, dtype)
+    tokens, prefix = jnp.zeros((requests, capacity), jnp.int32), jnp.full((requests,), context, jnp.int32)
+    seen = Seen(tokens[:, 0], prefix, tokens, target.params, cache)
     width = drafter.config.num_drafts + 1
-    features = jnp.ones((requests * width, len(drafter.config.taps), drafter.config.transformer.hidden_size), dtype)
+    features = jnp.ones((requests * width, len(drafter.config.taps), target.config.hidden_size), dtype)
+    hidden = jnp.ones((requests * width, target.config.hidden_size), dtype)
 
     def run():
-        nonlocal state, anchor
-        state, anchor = _draft_rounds(drafter.config, drafter.params, drafter.shared, state, anchor, prefix, features)
+        nonlocal state, seen
+        state, anchor = _draft_rounds(drafter.config, drafter.params, drafter.shared, state, seen, features, hidden)
+        seen = dataclasses.replace(seen, anchor=anchor)
         return anchor
 
     return _median(run, repeats) / ROUNDS
@@ -200,20 +203,19 @@ def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, c
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _draft_rounds(
-    config: DrafterConfig, params: registry.AnyDrafter, shared: Shared, state: DrafterState, anchor: Int[Array, "R"], prefix, features
-) -> tuple[DrafterState, Int[Array, "R"]]:
+    config: registry.AnyConfig, params: registry.AnyDrafter, shared: Shared, state: Any, seen: Seen, features, hidden
+) -> tuple[Any, Int[Array, "R"]]:
     module = registry.module(config)
-    requests = anchor.shape[0]
-    width = features.shape[0] // requests
+    requests = seen.anchor.shape[0]
+    width = hidden.shape[0] // requests
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
-    positions = (prefix[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
+    positions = (seen.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
     accepted = jnp.ones_like(request, bool)
 
     def once(_, carry):
         state, anchor = carry
-        seen = Seen(anchor, prefix, anchor[:, None])
-        draft = module.draft(params, config, shared, seen, state, None, DraftPolicy(jnp.float32(0.0)))
-        state = module.extend(params, config, shared, features, features[:, 0], request, request, positions, accepted, state)
+        draft = module.draft(params, config, shared, dataclasses.replace(seen, anchor=anchor), state, None, DraftPolicy(jnp.float32(0.0)))
+        state = module.extend(params, config, shared, features, hidden, request, request, positions, accepted, state)
         return state, draft.tokens[:, -1]
 
-    return jax.lax.fori_loop(0, ROUNDS, once, (state, anchor))
+    return jax.lax.fori_loop(0, ROUNDS, once, (state, seen.anchor))
