@@ -30,6 +30,15 @@ FAMILIES = {
 DEFAULT_RANK = 256  # of DSpark's Markov heads
 
 
+def family_of(parts: Parts) -> str:
+    """The family that a composition belongs to."""
+    if parts.context == "fc_fusion" or parts.head == "hidden_correction":
+        return "dfly"
+    if parts.context == "fusion":
+        return "dflare"
+    return "dspark" if parts.head in MARKOV_HEADS or parts.confidence else "dflash"
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """A block drafter for one target.

@@ -6,9 +6,11 @@ checkpoint leaves open is never guessed: the reader refuses and names the argume
 * `FAMILIES`: the families it reads;
 * `read(tensors, settings, family, answers) -> (params, config, draft_ids)`;
 * `export(params, config, layout, draft_ids, copies) -> (tensors, settings)`, `copies` being the target's "embed" and "lm_head" if given;
-* `default_layout(config)`, the layout a drafter is saved in; `describe(config)`, what was decided about it, for a table.
+* `default_layout(config)`, the layout a drafter is saved in;
+* `describe(config)`, what was decided about it, for a table, and where it can, `origins(tensors, settings, answers, config)`, what says so.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -35,13 +37,17 @@ READERS: dict[str, ModuleType] = {family: module for module in (layouts_block, l
 WRITERS: dict[type, ModuleType] = {DrafterConfig: layouts_block, MTPConfig: layouts_mtp}  # type of the config -> the module that writes it
 
 UNSUPPORTED = {
-    "dflare": "DFlare (per-layer fusion with its own key and value projections)",
-    "gated_sum": "DFlash with a gated sum of target layers",
     "dflash2": "DFlash2 (candidate selector)",
-    "dspark": "DSpark (Markov head)",
     "eagle3": "EAGLE-3",
     "gemma4": "DSpark for Gemma 4",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a reader decided about a checkpoint: what, its value, and what says so (empty where the tensors and config.json do)."""
+
+    rows: tuple[tuple[str, str, str], ...] = ()
 
 
 class Checkpoint(NamedTuple):
@@ -51,6 +57,7 @@ class Checkpoint(NamedTuple):
     config: AnyConfig
     card: DrafterCard
     draft_ids: Int[np.ndarray, "V'"] | None = None
+    report: Report = Report()
 
 
 def read(path, **overrides: Any) -> Checkpoint:
@@ -65,8 +72,11 @@ def read(path, **overrides: Any) -> Checkpoint:
     tensors = hf.open_tensors(folder)
     family = detect(map(layouts_block.plain_name, tensors.names()), settings)
     refuse_unsupported(family, folder)
-    params, config, draft_ids = READERS[family].read(tensors, settings, family, answers)
-    return Checkpoint(params, config, DrafterCard.from_dict(settings.get(KEY)), draft_ids)
+    module = READERS[family]
+    params, config, draft_ids = module.read(tensors, settings, family, answers)
+    said = module.origins(tensors, settings, answers, config) if hasattr(module, "origins") else {}
+    report = Report(tuple((name, value, said.get(name, "")) for name, value in module.describe(config).items()))
+    return Checkpoint(params, config, DrafterCard.from_dict(settings.get(KEY)), draft_ids, report)
 
 
 def write(
@@ -131,9 +141,7 @@ def detect(names: Iterable[str], settings: Mapping[str, Any]) -> str:
 def refuse_unsupported(family: str, folder: Path) -> None:
     """Raise ValueError for a family that is recognised but cannot be run."""
     if family not in READERS:
-        raise ValueError(
-            f"{folder} holds a drafter of the family {UNSUPPORTED[family]}, which is not supported; {', '.join(READERS)} are"
-        )
+        raise ValueError(f"{folder} holds a drafter of the family {UNSUPPORTED[family]}, which is not supported; {', '.join(READERS)} are")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
