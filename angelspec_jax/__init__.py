@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from angelspec_jax.config import load as load_config
+    from angelspec_jax.decoding.engine import Engine, QueueFull, Settings
     from angelspec_jax.drafter.loading import Drafter, load_drafter, save_drafter
     from angelspec_jax.target.loading import Target, load_target
     from angelspec_jax.text import Completion, generate, measure_policy, stream
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _HOMES = {  # name -> module, name there
     "Completion": ("text", "Completion"),
+    "Engine": ("decoding.engine", "Engine"),
+    "QueueFull": ("decoding.engine", "QueueFull"),
+    "Settings": ("decoding.engine", "Settings"),
     "Drafter": ("drafter.loading", "Drafter"),
     "Target": ("target.loading", "Target"),
     "generate": ("text", "generate"),
@@ -29,7 +33,7 @@ _HOMES = {  # name -> module, name there
 }
 
 __all__ = [
-    "Completion", "Drafter", "Target",
+    "Completion", "Drafter", "Engine", "QueueFull", "Settings", "Target",
     "generate", "load_config", "load_drafter", "load_target", "measure_policy", "save_drafter", "stream", "train",
 ]  # fmt: skip
 

@@ -94,15 +94,10 @@ def start(
         raise ValueError("prompts is empty; give at least one")
     new_tokens = np.broadcast_to(np.asarray(max_new_tokens, np.int32), (requests,))
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    _check(plan, prompts, lengths, new_tokens)
     needed = int((lengths + new_tokens).max())
     capacity = _bucket(needed) if capacity is None else capacity
-    if needed > capacity:
-        worst = int((lengths + new_tokens).argmax())
-        raise ValueError(
-            f"prompt {worst} has {lengths[worst]} tokens and asks for {new_tokens[worst]} more, over the capacity of {capacity}; "
-            "shorten it, lower max_new_tokens or raise capacity"
-        )
+    for row, prompt in enumerate(prompts):
+        check_prompt(plan, prompt, int(new_tokens[row]), capacity=capacity, name=f"prompt {row}")
     tokens = np.zeros((requests, capacity), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -141,21 +136,27 @@ def even_policy(plan: Plan) -> Policy:
     return Policy(jnp.asarray(costs), jnp.float32(0.0), jnp.float32(0.0))
 
 
-def _check(plan: Plan, prompts, lengths, new_tokens) -> None:
-    for row, prompt in enumerate(prompts):
-        if lengths[row] == 0:
-            raise ValueError(f"prompt {row} is empty; a prompt needs at least one token")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= plan.target.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"prompt {row} holds token id {bad}, outside the vocabulary of {plan.target.vocab_size} tokens")
-        if new_tokens[row] < 0:
-            raise ValueError(f"max_new_tokens must not be negative, got {new_tokens[row]} for prompt {row}")
-        if lengths[row] + new_tokens[row] > plan.target.max_positions:
-            raise ValueError(
-                f"prompt {row} has {lengths[row]} tokens and asks for {new_tokens[row]} more, over the model's context of "
-                f"{plan.target.max_positions}; shorten it or lower max_new_tokens"
-            )
+def check_prompt(plan: Plan, prompt: Sequence[int], new_tokens: int, *, capacity: int | None = None, name: str = "the prompt") -> None:
+    """Raise ValueError, naming the prompt, when it cannot be decoded: empty, tokens that do not exist, or no room for its answer."""
+    length = len(prompt)
+    if length == 0:
+        raise ValueError(f"{name} is empty; a prompt needs at least one token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= plan.target.vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"{name} holds token id {bad}, outside the vocabulary of {plan.target.vocab_size} tokens")
+    if new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {new_tokens} for {name}")
+    if length + new_tokens > plan.target.max_positions:
+        raise ValueError(
+            f"{name} has {length} tokens and asks for {new_tokens} more, over the model's context of "
+            f"{plan.target.max_positions}; shorten it or lower max_new_tokens"
+        )
+    if capacity is not None and length + new_tokens > capacity:
+        raise ValueError(
+            f"{name} has {length} tokens and asks for {new_tokens} more, over the capacity of {capacity}; "
+            "shorten it, lower max_new_tokens or raise capacity"
+        )
 
 
 def _bucket(length: int) -> int:

@@ -4,6 +4,7 @@ Which axis of a leaf counts the slots follows from the shapes of states of one a
 leaf whose shape does not depend on the number of slots (round counters, fitted confidences) belongs to the whole state.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -65,7 +66,7 @@ def rearrange(plan: Plan, state: DecodeState, order: Int[Array, "new"]) -> Decod
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState, active: Bool[Array, "R"]) -> tuple[DecodeState, Emitted]:
     """One round of the slots that are active; the others are finished for good."""
-    return speculative_step(plan, weights, policy, state.replace(finished=state.finished | ~active))
+    return speculative_step(plan, weights, policy, dataclasses.replace(state, finished=state.finished | ~active))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
