@@ -147,7 +147,7 @@ def cache_commit(
 
 
 def anchor_attention(
-    q: Float[Array, "B A K H E"],
+    q: Float[Array, "B A Q H E"],
     k_context: Float[Array, "B S G E"],
     v_context: Float[Array, "B S G E"],
     k_block: Float[Array, "B A K G E"],
@@ -159,8 +159,10 @@ def anchor_attention(
     *,
     causal: bool = False,
     scale: float,
-) -> Float[Array, "B A K H E"]:
+) -> Float[Array, "B A Q H E"]:
     """Attention of training blocks: each of `A` blocks of `K` queries sees the context strictly before its anchor, and itself.
+
+    Without `causal` the queries may be others than the block's own slots (Q != K): one more row that sees all `K` of them.
 
     With documents, only context of the anchor's own document is seen. Within a block all slots see each other (`causal`: slot j sees
     0..j). Blocks never see each other, so no mask between blocks exists. Blocks that are not kept see nothing and return zeros. Scores and
@@ -174,7 +176,7 @@ def anchor_attention(
     context = jnp.einsum("bakgqe,bsge->bgakqs", queries, k_context.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     context = jnp.where(seen[:, None, :, None, None, :], context, MASKED)
 
-    in_block = jnp.tril(jnp.ones((slots, slots), bool)) if causal else jnp.ones((slots, slots), bool)
+    in_block = jnp.tril(jnp.ones((slots, slots), bool)) if causal else jnp.ones((slots, k_block.shape[2]), bool)
     in_block = keep[:, :, None, None] & in_block[None, None]
     own = jnp.einsum("bakgqe,bajge->bgakqj", queries, k_block.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     own = jnp.where(in_block[:, None, :, :, None, :], own, MASKED)
