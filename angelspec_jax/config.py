@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from angelspec_jax.target.config import MoEConfig
 from angelspec_jax.training.objective import Objective
 
 Config = TypeVar("Config")
@@ -45,10 +46,10 @@ class TargetSection:
 class DrafterSection:
     """The drafter to train; None means "as the target has it"."""
 
-    family: Literal["dflash", "dfly"] = "dfly"
-    layers: int = 3
+    family: Literal["dflash", "dfly", "mtp", "mtp_moe", "eagle3"] = "dfly"
+    layers: int = 3  # of a block drafter; autoregressive ones have one
     block_size: int = 8
-    taps: int | tuple[int, ...] = 5  # how many, evenly spread, or the layer ids
+    taps: int | tuple[int, ...] | None = None  # how many, evenly spread, or the layer ids; None: 5, or EAGLE-3's three
     layout: Literal["same_position", "anchor_first"] = "same_position"
     mask_token: int | str = 0  # id, or the text of a special token
     draft_vocab: int | None = None  # rows of a frequency-ranked head; None scores the whole vocabulary
@@ -57,10 +58,19 @@ class DrafterSection:
     head_dim: int | None = None
     intermediate_size: int | None = None
     correction_size: int | None = None
-    init: str = "random"  # "target": draft layers start as evenly spread target layers; a folder: as the drafter saved there
+    # "target": draft layers start as evenly spread target layers, an autoregressive one as the last, or as the target's own MTP module;
+    # a folder: as the drafter saved there
+    init: str = "random"
+    drafts: int = 4  # autoregressive families: most drafts a round
+    qk_norm: bool | None = None  # autoregressive families; None: MTP as the target has it, EAGLE-3 without
+    input_postnorm: bool = True  # MTP reads the target's hidden state after its final norm (as it is served), or the last layer's output
+    moe: MoEConfig | None = None  # experts of mtp_moe; None: as the target has them
+    fc_norm: bool = False  # EAGLE-3: a norm on every tapped feature
+    feedback_norm: bool = False  # EAGLE-3: the next step reads the normed output (AngelSpec's norm_output)
+    own_head: bool = True  # EAGLE-3: a head of its own, or the target's (DeepSpec)
 
     def __post_init__(self):
-        _positive(self, "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "correction_size", "draft_vocab")
+        _positive(self, "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "correction_size", "draft_vocab", "drafts")
         if isinstance(self.taps, int):
             _positive(self, "taps")
         if not 2 <= self.block_size <= 64:
@@ -103,6 +113,18 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class TTTSection:
+    """Test-time training of autoregressive drafters, see training.ttt."""
+
+    steps: int | None = None  # of every chain; None: as many as the drafter drafts a round
+    on_policy: bool = False  # steps after the first read what the drafter says, not what stands there
+    mask: Literal["label", "input"] = "label"  # whose supervision counts; "input" repeats published EAGLE-3 recipes
+
+    def __post_init__(self):
+        _positive(self, "steps")
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizationSection:
     """How the drafter is trained."""
 
@@ -118,6 +140,7 @@ class OptimizationSection:
     clip_norm: float | None = 1.0
     ema: float | None = None  # decay of averaged parameters, which are exported instead of the last ones
     stages: tuple[Stage, ...] = (Stage(),)
+    ttt: TTTSection = TTTSection()
     chunk: int = 1024  # rows of vocabulary logits alive at once
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay float32
     save_every: int = 500

@@ -33,6 +33,8 @@ class FeatureCache:
 
     folder: Path
     starts: np.ndarray  # first conversation of every shard, and the total
+    taps: tuple[int, ...]  # layers whose features are stored
+    columns: tuple[int, ...] | None = None  # which of them a sample has, in order; None: all
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -43,13 +45,28 @@ class FeatureCache:
         offsets = _load(self.folder, "offsets", shard)
         low, high = offsets[index - self.starts[shard]], offsets[index - self.starts[shard] + 1]
         tokens = np.array(_load(self.folder, "tokens", shard)[low:high])
-        features = np.array(_load(self.folder, "features", shard)[low:high]).view(ml_dtypes.bfloat16)
+        stored = _load(self.folder, "features", shard)
+        columns = slice(None) if self.columns is None else [*self.columns, stored.shape[1] - 1]
+        features = np.array(stored[low:high, columns]).view(ml_dtypes.bfloat16)
         return {
             "tokens": tokens[:, 0],
             "loss_mask": tokens[:, 1].astype(bool),
             "features": features[:, :-1],
             "hidden": features[:, -1],
         }
+
+    def select(self, taps: Sequence[int]) -> "FeatureCache":
+        """The cache as a drafter with these taps reads it."""
+        return dataclasses.replace(self, columns=None if tuple(taps) == self.taps else tuple(self.taps.index(tap) for tap in taps))
+
+
+def stored_taps(folder: str | Path, taps: tuple[int, ...]) -> tuple[int, ...]:
+    """The taps of the cache in `folder` if they include `taps`, else `taps` (then `build` refuses the folder, or begins it)."""
+    manifest = Path(folder) / "manifest.json"
+    if not manifest.exists():
+        return taps
+    found = tuple(json.loads(manifest.read_text()).get("taps", ()))
+    return found if set(taps) <= set(found) else taps
 
 
 def size_estimate(total_tokens: int, taps: int, width: int) -> int:
@@ -107,7 +124,8 @@ def open_cache(folder: str | Path) -> FeatureCache:
         counts.append(len(_load(folder, "offsets", len(counts) - 1)) - 1)
     if len(counts) == 1:
         raise FileNotFoundError(f"{folder} holds no feature shard; build the cache first")
-    return FeatureCache(folder, np.cumsum(counts))
+    taps = json.loads((folder / "manifest.json").read_text())["taps"]
+    return FeatureCache(folder, np.cumsum(counts), tuple(taps))
 
 
 def _build_shard(folder, shard, samples, params, config, taps, batch):

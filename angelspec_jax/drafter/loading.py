@@ -5,6 +5,7 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from angelspec_jax import places
-from angelspec_jax.drafter import layouts, registry, untrained
-from angelspec_jax.drafter.block import BlockDrafter, drafter_specs
+from angelspec_jax.drafter import eagle3, layouts, mtp, registry, untrained
+from angelspec_jax.drafter.block import BlockDrafter
 from angelspec_jax.drafter.card import DrafterCard, card_for, check_shapes, check_target
-from angelspec_jax.drafter.config import FAMILIES, DrafterConfig, default_taps
+from angelspec_jax.drafter.config import DEFAULT_RANK, FAMILIES, MARKOV_HEADS, DrafterConfig, Parts, default_taps, family_of
 from angelspec_jax.drafter.context import fusion_prior
 from angelspec_jax.drafter.layout_settings import check_draft_ids
 from angelspec_jax.drafter.types import Shared
@@ -61,9 +62,9 @@ def load_drafter(
     if untrained.is_name(source):
         return Drafter(None, untrained.named(source, target.config), share(target.params), DrafterCard(), source)
     path = places.resolve(source, revision)
-    params, config, card, draft_ids = layouts.read(path, **overrides)
+    params, config, card, draft_ids, _ = layouts.read(path, **overrides)
     check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)
-    specs = drafter_specs(config)
+    specs = registry.module(config).drafter_specs(config)
     dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
     params = jax.tree.map(lambda leaf, spec: np.asarray(leaf, spec.dtype or dtype), params, specs)
     return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids, dtype), card, places.name(source, path))
@@ -79,13 +80,13 @@ def create_drafter(
     """
     ids = None if draft_ids is None else check_draft_ids(draft_ids, target.config.vocab_size)
     config = drafter_config(target.config, draft_vocab=None if ids is None else len(ids), **options)
-    specs = drafter_specs(config)
+    specs = registry.module(config).drafter_specs(config)
     dtype = jnp.dtype(dtype)
     if mesh is None:
         params = _initialize(specs, key, dtype)
     else:
         params = jax.jit(functools.partial(initialize, specs, dtype=dtype), out_shardings=shardings(mesh, specs))(key)
-    if params.context.fusion is not None:
+    if isinstance(params, BlockDrafter) and params.context.fusion is not None:
         prior = jnp.asarray(fusion_prior(config.transformer.num_layers, len(config.taps)))
         prior = prior if mesh is None else jax.device_put(prior, params.context.fusion.sharding)
         params = params.replace(context=params.context.replace(fusion=prior))
@@ -106,9 +107,7 @@ def save_drafter(path, drafter: Drafter, *, layout: str | None = None, dtype=Non
         wanted = jnp.dtype(dtype)
         params = jax.tree.map(lambda leaf: leaf.astype(wanted), params)
     ids = drafter.shared.draft_ids
-    copies = {}
-    if layout == "deepspec" or (layout is None and drafter.config.layout == "anchor_first"):
-        copies = {"embed": np.asarray(drafter.shared.embed), "lm_head": np.asarray(drafter.shared.head)}
+    copies: Any = {"embed": drafter.shared.embed, "lm_head": drafter.shared.head}  # fetched from the device where a layout holds them
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         fresh = work / "new"
@@ -126,7 +125,14 @@ def save_drafter(path, drafter: Drafter, *, layout: str | None = None, dtype=Non
         shutil.rmtree(work, ignore_errors=True)
 
 
-def drafter_config(
+def drafter_config(target: TransformerConfig, *, family: str = "dfly", **options: Any) -> registry.AnyConfig:
+    """Configuration of a new drafter for a target; `options` are those of `block_config`, `mtp.config_for` or `eagle3.config_for`."""
+    if family not in CONFIGS:
+        raise ValueError(f"drafter family must be one of {', '.join(CONFIGS)}, got {family!r}")
+    return CONFIGS[family](target, family=family, **options)
+
+
+def block_config(
     target: TransformerConfig,
     *,
     mask_token: int,
@@ -138,16 +144,17 @@ def drafter_config(
     context: str | None = None,
     head: str | None = None,
     correction_size: int | None = None,
+    rank: int | None = None,
+    confidence: str | None = None,
     draft_vocab: int | None = None,
     **transformer: Any,
 ) -> DrafterConfig:
-    """Configuration of a new drafter for a target: its width, vocabulary and rope, Qwen3-style layers with q/k norms.
+    """Configuration of a new block drafter for a target: its width, vocabulary and rope, Qwen3-style layers with q/k norms.
 
-    `taps` are 0-based target layers or how many to spread evenly; `family` decides `context` and `head` unless they are given. Further
+    `taps` are 0-based target layers or how many to spread evenly; `family` decides `context`, `head` and `confidence` unless they are given
+    ("none" leaves out the head or the trained confidence of a family); a Markov head has rank 256 unless `rank` says otherwise. Further
     options are fields of TransformerConfig for the draft layers (`intermediate_size`, `num_heads`, ...), by default the target's.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"drafter family must be one of {', '.join(FAMILIES)}, got {family!r}")
     fixed = {"hidden_size", "vocab_size", "scan_layers", "tie_embeddings", "num_layers", "attention_bias", "sliding_window", "moe"}
     fields = {field.name for field in dataclasses.fields(TransformerConfig)} - fixed
     for option in transformer:
@@ -155,20 +162,37 @@ def drafter_config(
             raise ValueError(f"a drafter has no option {option!r}; the options of its layers are {', '.join(sorted(fields))}")
     own: dict[str, Any] = {"num_layers": num_layers, "qk_norm": "before_rope", "attention_bias": False}
     own |= {"tie_embeddings": False, "sliding_window": None, "scan_layers": False, "moe": None}
-    family_context, family_head = FAMILIES[family]
+    parts = FAMILIES[family]
+    head = _chosen(head, parts.head)
+    rank = DEFAULT_RANK if rank is None and head in MARKOV_HEADS else rank
+    parts = Parts(context or parts.context, head, parts.separate_kv, _chosen(confidence, parts.confidence))
     return DrafterConfig(
-        family=family,
+        family=family_of(parts),
         transformer=dataclasses.replace(target, **(own | transformer)),
         block_size=block_size,
         mask_token=mask_token,
         taps=default_taps(target.num_layers, taps) if isinstance(taps, int) else tuple(taps),
         target_num_layers=target.num_layers,
         layout=layout,
-        context=context or family_context,
-        head=head or family_head,
+        context=parts.context,
+        separate_kv=parts.separate_kv,
+        head=parts.head,
         correction_size=correction_size,
+        rank=rank,
+        confidence=parts.confidence,
         draft_vocab=draft_vocab,
     )
+
+
+def _chosen(given: str | None, family: str | None) -> str | None:
+    return family if given is None else None if given == "none" else given
+
+
+CONFIGS: dict[str, Callable[..., registry.AnyConfig]] = {
+    **dict.fromkeys(FAMILIES, block_config),
+    **dict.fromkeys(mtp.FAMILIES, mtp.config_for),
+    "eagle3": eagle3.config_for,
+}
 
 
 def share(target_params, draft_ids=None, dtype=None) -> Shared:
@@ -184,7 +208,7 @@ def share(target_params, draft_ids=None, dtype=None) -> Shared:
     return Shared(target_params.embed, jnp.take(head, ids, axis=0), ids)
 
 
-def place(params: BlockDrafter, specs: BlockDrafter, mesh: Mesh | None) -> BlockDrafter:
+def place(params: registry.AnyDrafter, specs: registry.AnyDrafter, mesh: Mesh | None) -> Any:
     """Parameters on the devices: sharded by their logical axes, or on the default device without a mesh."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, params)

@@ -98,6 +98,18 @@ def lk_hybrid(kl: Float[Array, "*rows"], alpha: Float[Array, "*rows"], eta: floa
     return lam * kl + (1.0 - lam) * (1.0 - alpha)
 
 
+def lk_batch(kl: Float[Array, "*rows"], alpha: Float[Array, "*rows"], mask: Float[Array, "*rows"], eta: float = 3.0) -> Float[Array, ""]:
+    """LK loss of SpecForge's "lambda" form: one lam = exp(-eta mean alpha) for the whole batch instead of one for each position.
+
+    The two forms disagree wherever acceptance varies: a position that is already accepted keeps the KL's pull as long as the average is
+    poor. `lk_hybrid` is the published loss (AngelSpec); this one is for recipes trained with SpecForge, whose reference averages the KL
+    over every position and the acceptance over the supervised ones only.
+    """
+    mean_alpha = weighted_mean(alpha, mask)
+    lam = jnp.exp(-eta * jax.lax.stop_gradient(mean_alpha))
+    return lam * jnp.mean(kl) + (1.0 - lam) * (1.0 - mean_alpha)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ce", "correct", "kl", "alpha"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class RowTerms:
@@ -249,6 +261,11 @@ def chain_surrogate(
     S_m = 1 + alpha_{m+1} S_{m+1} is what follows step m once it is accepted, so with `losses` = 1 - alpha the gradient is that of
     `chain_tv`; any other single-step loss may take its place.
     """
+    return weighted_mean(jnp.sum(surrogate_weights(alpha) * losses, axis=-1), jnp.prod(valid, axis=-1))
+
+
+def surrogate_weights(alpha: Float[Array, "*chains K"]) -> Float[Array, "*chains K"]:
+    """W_m of `chain_surrogate`, without gradient."""
     alpha = jax.lax.stop_gradient(alpha)
     steps = alpha.shape[-1]
     survival = jnp.cumprod(alpha, axis=-1)
@@ -256,8 +273,7 @@ def chain_surrogate(
     after = [jnp.ones_like(alpha[..., 0])]
     for m in range(steps - 1, 0, -1):
         after.append(1.0 + alpha[..., m] * after[-1])
-    weights = before * jnp.stack(after[::-1], axis=-1) / steps
-    return weighted_mean(jnp.sum(weights * losses, axis=-1), jnp.prod(valid, axis=-1))
+    return before * jnp.stack(after[::-1], axis=-1) / steps
 
 
 def _teacher(logits: Float[Array, "*rows V"]) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows V"]]:

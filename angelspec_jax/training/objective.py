@@ -19,7 +19,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from angelspec_jax.training import chunks, losses
 from angelspec_jax.training.anchors import check_layout
 
-POSITION_WEIGHTINGS = ("uniform", "decay", "dpace", "dpace_masked")
+STEPWISE = ("steps", "steps_all")
+POSITION_WEIGHTINGS = ("uniform", "decay", "dpace", "dpace_masked", *STEPWISE)
+E2E_CHAINS = ("valid", "whole")
 LK_TYPES = ("hybrid", "alpha")
 BACKWARDS = ("fused", "recompute", "save")
 NEEDS_TEACHER = "this objective compares with the target: give block_loss the target's hidden states (teacher)"
@@ -35,6 +37,13 @@ class Objective:
     `kl_weight` w > 0 it is w KL + (1 - w) base: w = 1 means no cross entropy at all. End-to-end TV is added on top, outside the position
     weights; so is the confidence head's loss, inside them. "dpace" takes AngelSpec's products over every slot; "dpace_masked" passes
     over unsupervised slots, which is right where blocks may run over the end of a sequence (anchor rules "label" and "both").
+
+    "steps" gives every draft index a mean of its own over the slots that count, times step_decay ** j, and adds these up (TTT as AngelSpec
+    has it); "steps_all" divides by the number of all slots, supervised or not (SafeAILab, SpecForge, DeepSpec), which only scales the
+    gradient of a batch by its supervised share.
+
+    End-to-end TV runs over the valid slots of a block (AngelSpec's block drafters) or, with `e2e_chains` "whole", over blocks all of whose
+    slots are supervised (AngelSpec's MTP). `e2e_surrogate` replaces it by LK rows with detached weights that have the same direction.
     """
 
     ce_weight: float = 1.0
@@ -45,11 +54,15 @@ class Objective:
     kl_weight: float = 0.0
     kl_topk: int = 0  # 0: the whole vocabulary
     kl_renormalize: bool = False  # variant A of the top-k KL; False is variant B
+    teacher_topk: int = 0  # LK, L1 and end-to-end TV within the teacher's best tokens, renormalised (AngelSpec's MTP: 10000); 0: all
     e2e_tv_weight: float = 0.0
+    e2e_chains: str = "valid"
+    e2e_surrogate: bool = False
     confidence_weight: float = 0.0
     position_weighting: str = "decay"
     decay_gamma: float = 7.0
     dpace_alpha: float = 0.5
+    step_decay: float = 0.8
 
     def __post_init__(self):
         if self.position_weighting not in POSITION_WEIGHTINGS:
@@ -60,7 +73,11 @@ class Objective:
         for name in ("lk_weight", "kl_weight", "dpace_alpha"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"objective.{name} must lie between 0 and 1, got {getattr(self, name)}")
-        for name in ("ce_weight", "l1_weight", "e2e_tv_weight", "confidence_weight", "kl_topk", "lk_eta"):
+        if self.e2e_chains not in E2E_CHAINS:
+            raise ValueError(f"objective.e2e_chains {self.e2e_chains!r} does not exist; choose one of {', '.join(E2E_CHAINS)}")
+        if self.e2e_surrogate and self.e2e_chains != "whole":
+            raise ValueError("objective.e2e_surrogate is defined on whole chains only; set objective.e2e_chains to whole")
+        for name in ("ce_weight", "l1_weight", "e2e_tv_weight", "confidence_weight", "kl_topk", "teacher_topk", "lk_eta", "step_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"objective.{name} must not be negative, got {getattr(self, name)}")
         if self.lk_weight > 0 and self.kl_weight > 0:
@@ -96,13 +113,14 @@ class BlockTerms:
     top_kl: Float[Array, "B A J"] | None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["student", "teacher", "labels", "mask"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["student", "teacher", "labels", "mask", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
     student: PyTree  # leaves [B, A, J, ...]
     teacher: PyTree | None
     labels: Int[Array, "B A J"]
     mask: Float[Array, "B A J"]
+    scale: Float[Array, "B A J"] | None = None  # weight of a counted slot of each draft index, where the objective is stepwise
 
 
 def block_loss(
@@ -152,7 +170,8 @@ def block_loss(
         raise ValueError(f"chunk must be at least 1 row, got {chunk}")
     teacher = jax.tree.map(lambda x: jax.lax.stop_gradient(x[:, :, first:]), teacher)
     student = jax.tree.map(lambda x: x[:, :, first:], student)
-    blocks = _Blocks(student, teacher, labels[:, :, first:], weight_mask[:, :, first:].astype(jnp.float32))
+    labels, mask = labels[:, :, first:], weight_mask[:, :, first:].astype(jnp.float32)
+    blocks = _Blocks(student, teacher, labels, mask, _step_scale(objective, labels, mask))
     sequences, anchors, drafts = blocks.labels.shape
     grid = chunks.grid_of(sequences, anchors, drafts, chunk)
     if backward == "fused":
@@ -175,6 +194,8 @@ def position_weights(objective: Objective, terms: BlockTerms | None, blocks: _Bl
     """Weight of every slot in the position-weighted mean; `terms` may be None unless the weighting is D-PACE."""
     inside = (blocks.labels >= 0).astype(jnp.float32)
     mask = blocks.mask * inside
+    if blocks.scale is not None:
+        return mask * blocks.scale
     if objective.position_weighting == "uniform":
         return mask
     if objective.position_weighting == "decay":
@@ -185,6 +206,20 @@ def position_weights(objective: Objective, terms: BlockTerms | None, blocks: _Bl
     if objective.position_weighting == "dpace":
         return losses.dpace_weights(probability, blocks.mask, objective.dpace_alpha) * inside
     return losses.dpace_weights(probability, blocks.mask, objective.dpace_alpha, "masked") * inside
+
+
+def _step_scale(objective: Objective, labels: Array, mask: Array) -> Array | None:
+    if objective.position_weighting not in STEPWISE:
+        return None
+    counted = jnp.sum(mask * (labels >= 0), axis=(0, 1))
+    total = counted if objective.position_weighting == "steps" else jnp.full_like(counted, mask.shape[0] * mask.shape[1])
+    weight = objective.step_decay ** jnp.arange(mask.shape[-1], dtype=jnp.float32)
+    return jnp.broadcast_to((weight / jnp.where(total > 0, total, 1.0))[None, None], mask.shape)
+
+
+def _normalizer(objective: Objective, weights: Array) -> Array:
+    """What the sum over weighted rows is divided by; stepwise weights are means already."""
+    return jnp.ones((), jnp.float32) if objective.position_weighting in STEPWISE else jnp.sum(weights)
 
 
 def row_values(objective: Objective, terms: BlockTerms) -> Float[Array, "B A J"]:
@@ -229,7 +264,11 @@ def _block_terms(objective: Objective, blocks: _Blocks, head: Head, teacher_head
     top_kl = None
     if objective.kl_weight > 0 and objective.kl_topk:
         top_kl = losses.top_kl(student, _present(teacher), objective.kl_topk, renormalize=objective.kl_renormalize)
-    flat = BlockTerms(terms.ce, terms.correct, terms.kl, terms.alpha, top_kl)
+    compared = terms
+    if objective.teacher_topk and teacher is not None and objective.teacher_topk < teacher.shape[-1]:
+        none = jnp.full(terms.ce.shape, -1, jnp.int32)
+        compared = losses.row_terms(*losses.teacher_top(student, teacher, objective.teacher_topk), none)
+    flat = BlockTerms(terms.ce, terms.correct, compared.kl, compared.alpha, top_kl)
     return jax.tree.map(lambda x: x.reshape(blocks.labels.shape), flat)
 
 
@@ -239,12 +278,25 @@ def _sums(objective: Objective, terms: BlockTerms, blocks: _Blocks) -> tuple[lis
     if objective.trains_rows:
         weights = position_weights(objective, terms, blocks)
         numerators.append(jnp.sum(weights * row_values(objective, terms)))
-        denominators.append(jnp.sum(weights))
+        denominators.append(_normalizer(objective, weights))
     if objective.e2e_tv_weight > 0:
-        shortfall, valid = losses.end_to_end_tv(_accepted(terms, blocks), blocks.mask)
+        shortfall, valid = _end_to_end(objective, terms, blocks)
         numerators.append(objective.e2e_tv_weight * jnp.sum(shortfall))
         denominators.append(jnp.sum(valid))
     return numerators, denominators
+
+
+def _end_to_end(objective: Objective, terms: BlockTerms, blocks: _Blocks) -> tuple[Array, Array]:
+    """The end-to-end term of every block, and 1 for blocks that have one."""
+    accepted, mask = _accepted(terms, blocks), _end_to_end_mask(objective, blocks.mask)
+    if not objective.e2e_surrogate:
+        return losses.end_to_end_tv(accepted, mask)
+    valid = (jnp.sum(mask, axis=-1) > 0).astype(jnp.float32)
+    return valid * jnp.sum(losses.surrogate_weights(accepted) * _lk(objective, terms), axis=-1), valid
+
+
+def _end_to_end_mask(objective: Objective, mask: Array) -> Array:
+    return mask if objective.e2e_chains == "valid" else mask * jnp.all(mask > 0, axis=-1, keepdims=True).astype(mask.dtype)
 
 
 def _accepted(terms: BlockTerms, blocks: _Blocks) -> Array:
@@ -349,9 +401,10 @@ def _seeds(objective: Objective, blocks: _Blocks):
         return seeds, lambda denominators: [1.0 / losses.nonzero(d) for d in denominators]
     seed = []
     if objective.trains_rows:
-        seed.append(1.0 / losses.nonzero(jnp.sum(position_weights(objective, None, blocks))))
+        seed.append(1.0 / losses.nonzero(_normalizer(objective, position_weights(objective, None, blocks))))
     if objective.e2e_tv_weight > 0:
-        seed.append(1.0 / losses.nonzero(jnp.sum((jnp.sum(blocks.mask, axis=-1) > 0).astype(jnp.float32))))
+        valid = jnp.sum(_end_to_end_mask(objective, blocks.mask), axis=-1) > 0
+        seed.append(1.0 / losses.nonzero(jnp.sum(valid.astype(jnp.float32))))
     return [seed], lambda denominators: [jnp.ones((), jnp.float32)]
 
 
@@ -398,5 +451,5 @@ def _metrics(objective: Objective, terms: BlockTerms, blocks: _Blocks, weights: 
     if objective.kl_weight > 0:
         metrics["kl"] = losses.weighted_mean(_kl(objective, terms), weights)
     if objective.e2e_tv_weight > 0:
-        metrics["e2e_tv"] = losses.weighted_mean(*losses.end_to_end_tv(accepted, mask))
+        metrics["e2e_tv"] = losses.weighted_mean(*_end_to_end(objective, terms, blocks))
     return metrics

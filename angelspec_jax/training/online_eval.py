@@ -9,7 +9,7 @@ import jax
 from angelspec_jax import text
 from angelspec_jax.data import chat
 from angelspec_jax.decoding.generate import generate
-from angelspec_jax.drafter.block import drafter_specs
+from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation.tau import Acceptance, acceptance, pool
 from angelspec_jax.target.loading import Target
@@ -32,7 +32,8 @@ def served_tau(target: Target, drafter: Drafter, prompts: Mapping[str, Sequence[
 
 def served_dtype(drafter: Drafter, dtype):
     """The drafter's parameters as it is served: matrices in the target's dtype, norms and fusion weights as declared."""
-    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype or dtype), drafter.params, drafter_specs(drafter.config))
+    specs = registry.module(drafter.config).drafter_specs(drafter.config)
+    return jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype or dtype), drafter.params, specs)
 
 
 def evaluator(job) -> Callable[[Drafter, int], dict[str, Any]]:

@@ -15,15 +15,17 @@ from angelspec_jax.config import DataSection, DrafterSection, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, pipeline
 from angelspec_jax.data.chat import encode_conversation
-from angelspec_jax.drafter import layouts
+from angelspec_jax.drafter import layouts, mtp
 from angelspec_jax.drafter import loading as drafters
-from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.config import default_taps
 from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.drafter.registry import AnyConfig
 from angelspec_jax.target.loading import Target
-from angelspec_jax.target.transformer import layer_at
 from angelspec_jax.tokenizer import Tokenizer
+from angelspec_jax.training import warm
 
 GIB = 1024**3
+AUTOREGRESSIVE = (*mtp.FAMILIES, "eagle3")
 PAST = {"drop": "dropped", "truncate": "truncated", "split": "split"}
 Say = Callable[[str], None]
 
@@ -104,19 +106,32 @@ def drafter_options(section: DrafterSection, target: Target) -> dict[str, Any]:
         "head_dim": section.head_dim,
         "intermediate_size": section.intermediate_size,
     }
+    shape = {name: value for name, value in shape.items() if value is not None}
+    if section.family in AUTOREGRESSIVE:
+        return {"family": section.family, "num_drafts": section.drafts} | _autoregressive_options(section, target) | shape
     return {
         "family": section.family,
         "num_layers": section.layers,
         "block_size": section.block_size,
-        "taps": section.taps,
+        "taps": 5 if section.taps is None else section.taps,
         "layout": section.layout,
         "mask_token": mask_token(section.mask_token, target),
         "correction_size": section.correction_size,
-        **{name: value for name, value in shape.items() if value is not None},
+        **shape,
     }
 
 
-def drafter_config(section: DrafterSection, target: Target) -> DrafterConfig:
+def _autoregressive_options(section: DrafterSection, target: Target) -> dict[str, Any]:
+    norm = {} if section.qk_norm is None else {"qk_norm": "before_rope" if section.qk_norm else None}
+    if section.family in mtp.FAMILIES:
+        if section.taps is not None:
+            raise ValueError("drafter.taps has no meaning for MTP, which reads the hidden state; leave it out")
+        return norm | {"input_postnorm": section.input_postnorm} | ({"moe": section.moe} if section.family == "mtp_moe" else {})
+    taps = default_taps(target.config.num_layers, section.taps) if isinstance(section.taps, int) else section.taps
+    return norm | {"taps": taps, "fc_norm": section.fc_norm, "feedback_norm": section.feedback_norm, "own_head": section.own_head}
+
+
+def drafter_config(section: DrafterSection, target: Target) -> AnyConfig:
     """The drafter a run trains, checked against its target."""
     config = drafters.drafter_config(target.config, draft_vocab=section.draft_vocab, **drafter_options(section, target))
     if len(set(config.taps)) != len(config.taps):
@@ -137,15 +152,17 @@ def mask_token(value: int | str, target: Target) -> int:
     return found
 
 
-def check_mask_token(token: int, data: Data, target: Target) -> None:
-    """Raise ValueError when the data contains the mask token: the drafter could not tell a hole from a word."""
+def check_mask_token(token: int | None, data: Data, target: Target) -> None:
+    """Raise ValueError when the data contains the mask token: the drafter could not tell a hole from a word. None: it has no holes."""
+    if token is None:
+        return
     for sample in data.samples:
         if np.any(sample["tokens"] == token):
             text = "" if target.tokenizer is None else f" ({target.tokenizer.decode([token], skip_special_tokens=False)!r})"
             raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
 
 
-def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
+def draft_vocabulary(config: AnyConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
     """Target ids of the draft head's rows: what ends a turn, and the answers' most frequent tokens. None for the whole vocabulary."""
     if config.draft_vocab is None:
         return None
@@ -155,11 +172,15 @@ def draft_vocabulary(config: DrafterConfig, data: Data, target: Target) -> Int[n
 
 
 def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say: Say) -> tuple[Part, Part]:
-    """(training, validation) with the target's features from disk, computed now where they are missing."""
+    """(training, validation) with the target's features from disk, computed now where they are missing.
+
+    A cache that was built with more taps serves as well.
+    """
     samples = [(sample["tokens"], sample["loss_mask"]) for sample in data.samples]
-    need = features.size_estimate(sum(len(tokens) for tokens, _ in samples), len(taps), target.config.hidden_size)
+    stored = features.stored_taps(folder, taps)
+    need = features.size_estimate(sum(len(tokens) for tokens, _ in samples), len(stored), target.config.hidden_size)
     say(f"features of {len(samples)} sequences take {need / GIB:.2f} GiB in {folder}")
-    identity = features.checksum(target.fingerprint, target.chat_template, taps, samples)
+    identity = features.checksum(target.fingerprint, target.chat_template, stored, samples)
     tenth = max(1, len(samples) // 10)
     shown = 0
 
@@ -169,19 +190,22 @@ def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say:
             shown = done
             say(f"features: {done} of {total} sequences")
 
-    return data.over(features.build(folder, samples, target.params, target.config, taps, identity, progress=progress))
+    cache = features.build(folder, samples, target.params, target.config, stored, identity, progress=progress)
+    return data.over(cache.select(taps))
 
 
-def check_initial(init: str, config: DrafterConfig) -> None:
+def check_initial(init: str, config: AnyConfig) -> None:
     """Raise FileNotFoundError or ValueError when `drafter.init` names a folder whose drafter is not of the run's shape."""
     if init in ("random", "target"):
         return
     if not Path(init).is_dir():
         raise FileNotFoundError(f"drafter.init {init!r} is neither random nor target nor the folder of a saved drafter")
     found, wanted = layouts.read(init).config, config
+    if type(found) is not type(wanted):
+        raise ValueError(f"drafter.init {init} holds a drafter of the family {found.family}, this run trains one of {wanted.family}")
     layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
     pairs = {name: (getattr(found.transformer, name), getattr(wanted.transformer, name)) for name in layer_fields}
-    free = ("transformer", "block_size")  # no weight depends on the block size, so a run may change it
+    free = ("transformer", "block_size", "num_drafts")  # no weight depends on how much is drafted, so a run may change it
     pairs |= {f.name: (getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(config) if f.name not in free}
     for name, (old, new) in pairs.items():
         if old != new:
@@ -193,34 +217,12 @@ def initial_params(init: str, drafter: Drafter, target: Target, mesh: Mesh):
     if init == "random":
         return drafter.params
     if init == "target":
-        return warm_start(drafter.params, target)
+        return warm.start(drafter, target)
     saved = drafters.load_drafter(init, target, dtype=jnp.float32, mesh=mesh)
     own, theirs = drafter.shared.draft_ids, saved.shared.draft_ids
     if (own is None) != (theirs is None) or (own is not None and theirs is not None and not np.array_equal(own, theirs)):
         raise ValueError(f"drafter.init {init} has another draft vocabulary than this data gives; train on the same data or start anew")
     return saved.params
-
-
-def warm_start(params, target: Target):
-    """Draft layers as copies of evenly spread target layers, wherever shapes agree; what the target lacks keeps its random start."""
-    layers = target.params.layers
-    depth, count = target.config.num_layers, len(params.layers)
-    chosen = [round(i * (depth - 1) / max(count - 1, 1)) for i in range(count)]
-    started = []
-    for own, index in zip(params.layers, chosen, strict=True):
-        source = layer_at(layers, index)
-        values = {}
-        for field in dataclasses.fields(own):
-            mine, theirs = getattr(own, field.name), getattr(source, field.name)
-            if mine is not None and theirs is not None and mine.shape != theirs.shape:
-                raise ValueError(
-                    f"drafter.init=target needs draft layers of the target's shape, but {field.name} is {mine.shape}, not {theirs.shape}; "
-                    "leave heads, kv_heads, head_dim and intermediate_size open or set drafter.init=random"
-                )
-            # A copy: the training step donates its state, and the target's weights must outlive it.
-            values[field.name] = mine if mine is None or theirs is None else jnp.array(theirs, mine.dtype)
-        started.append(dataclasses.replace(own, **values))
-    return dataclasses.replace(params, layers=tuple(started))
 
 
 def data_digest(data: Data) -> str:

@@ -1,4 +1,4 @@
-"""One training step of a block drafter: frozen target features, anchors, blocks, loss, update. One jitted, donated program.
+"""One training step: frozen target features, anchors, blocks or chains, loss, update. One jitted, donated program.
 
 With a feature cache the batch carries the target's features; without one the target runs inside the step and its features never leave the
 device.
@@ -16,10 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from angelspec_jax.config import OptimizationSection
 from angelspec_jax.data.features import target_features
-from angelspec_jax.drafter import block
+from angelspec_jax.drafter import block, registry
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams
+from angelspec_jax.training import ttt
 from angelspec_jax.training.anchors import block_targets, gather_rows, sample_anchors
 from angelspec_jax.training.objective import Objective, block_loss
 
@@ -29,7 +31,7 @@ VALIDATION_KEY = 0x7E57  # the anchors of a held-out batch are the same at every
 @struct.dataclass
 class TrainState:
     step: Int[Array, ""]
-    params: block.BlockDrafter  # float32 masters
+    params: AnyDrafter  # float32 masters
     opt_state: optax.OptState
     key: jax.Array
 
@@ -42,6 +44,7 @@ class Frozen:
     embed: Float[Array, "V D"]
     head: Float[Array, "V' D"]
     vocab_index: Int[Array, "V"] | None  # row of each token in `head`, -1 when it has none; None = identity
+    draft_ids: Int[Array, "V'"] | None = None  # its inverse
 
 
 Batch = dict[str, jax.Array]
@@ -56,21 +59,22 @@ def vocabulary_index(draft_ids, vocabulary: int) -> Int[Array, "V"] | None:
     return jnp.full((vocabulary,), -1, jnp.int32).at[draft_ids].set(rows)
 
 
-def create_state(params: block.BlockDrafter, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def create_state(params: AnyDrafter, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     masters: Any = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     return TrainState(jnp.int32(0), masters, optimizer.init(masters), key)
 
 
 def build(
-    settings: OptimizationSection, drafter: DrafterConfig, target: TransformerConfig, optimizer: optax.GradientTransformation
-) -> tuple[Step, Callable[[block.BlockDrafter, Frozen, Batch, int], dict[str, jax.Array]]]:
+    settings: OptimizationSection, drafter: AnyConfig, target: TransformerConfig, optimizer: optax.GradientTransformation
+) -> tuple[Step, Callable[[AnyDrafter, Frozen, Batch, int], dict[str, jax.Array]]]:
     """The training step and the held-out evaluation, both jitted.
 
     `train(state, frozen, batch, stage)` donates the state; `stage` indexes `settings.stages` and is static. `validate(params, frozen,
     batch, stage)` computes the same metrics without an update, on anchors that depend on the batch alone.
     """
     objectives = [stage.objective for stage in settings.stages]
-    loss = functools.partial(_loss, settings=settings, drafter=drafter, target=target)
+    own = _block_loss if isinstance(drafter, DrafterConfig) else _chain_loss
+    loss = functools.partial(own, settings=settings, drafter=drafter, target=target)
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
     def train(state: TrainState, frozen: Frozen, batch: Batch, stage: int):
@@ -85,13 +89,13 @@ def build(
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     @functools.partial(jax.jit, static_argnums=3)
-    def validate(params: block.BlockDrafter, frozen: Frozen, batch: Batch, stage: int):
+    def validate(params: AnyDrafter, frozen: Frozen, batch: Batch, stage: int):
         return loss(params, frozen, batch, jax.random.key(VALIDATION_KEY), objectives[stage])[1]
 
     return train, validate
 
 
-def _loss(
+def _block_loss(
     params: block.BlockDrafter,
     frozen: Frozen,
     batch: Batch,
@@ -128,6 +132,59 @@ def _loss(
         chunk=settings.chunk,
         teacher_head=functools.partial(_head, rows=frozen.head),
         confidence_logits=confidence,
+    )
+
+
+def _chain_loss(
+    params: Any,
+    frozen: Frozen,
+    batch: Batch,
+    key: jax.Array,
+    objective: Objective,
+    *,
+    settings: OptimizationSection,
+    drafter: Any,
+    target: TransformerConfig,
+) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
+    """TTT of an autoregressive drafter: the same anchors and labels as a block's, drafted one after another."""
+    dtype = jnp.dtype(settings.compute_dtype)
+    tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype)
+    steps, cell = settings.ttt.steps or drafter.num_drafts, registry.module(drafter).CELL
+    valid = jnp.arange(tokens.shape[1])[None] < batch["lengths"][:, None]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    gated = ttt.gate(loss_mask, settings.ttt.mask)
+    anchors, keep = sample_anchors(key, gated, settings.anchors, steps + 1, rule=settings.anchor_rule, valid=valid)
+    keep = keep & (anchors > 0)  # nothing precedes the first token
+    # Labels from the token after the anchor on: the slots after the first of a block that predicts its own places.
+    targets = block_targets(tokens, gated, anchors, keep, steps + 1, "same_position", 0, documents=None, positions=positions)
+    labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    head = cell.head(params, drafter, frozen.head)
+    rows = jax.lax.stop_gradient(head)
+    states = ttt.unroll(
+        cell,
+        params,
+        drafter,
+        frozen.embed,
+        cell.condition(params, drafter, features, hidden),
+        tokens,
+        positions,
+        anchors,
+        keep,
+        steps,
+        say=(lambda scored: ttt.greedy_tokens(scored, rows, frozen.draft_ids, settings.chunk)) if settings.ttt.on_policy else None,
+    )
+    return block_loss(
+        objective,
+        states,
+        gather_rows(hidden, targets.teacher_index[:, :, 1:]),
+        labels[:, :, 1:],
+        targets.weight_mask[:, :, 1:],
+        functools.partial(_head, rows=head),
+        layout="anchor_first",
+        chunk=settings.chunk,
+        teacher_head=functools.partial(_head, rows=frozen.head),
     )
 
 

@@ -25,9 +25,9 @@ from angelspec_jax import processes
 from angelspec_jax.config import MeshSection, TrainConfig
 from angelspec_jax.data import pipeline
 from angelspec_jax.drafter import loading as drafters
-from angelspec_jax.drafter.card import card_for
-from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.card import card_for, mask_token
 from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.drafter.registry import AnyConfig
 from angelspec_jax.target.loading import Target, load_target
 from angelspec_jax.training import prepare, step
 from angelspec_jax.training.checkpoint import Checkpoints
@@ -53,7 +53,7 @@ class Job:
     data: prepare.Data
     training: prepare.Part
     validation: prepare.Part
-    drafter_config: DrafterConfig
+    drafter_config: AnyConfig
     draft_ids: np.ndarray | None
 
 
@@ -101,7 +101,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     drafter_config = prepare.drafter_config(config.drafter, target)
     prepare.check_initial(config.drafter.init, drafter_config)
     data = prepare.encode(config, target, conversations, say)
-    prepare.check_mask_token(drafter_config.mask_token, data, target)
+    prepare.check_mask_token(mask_token(drafter_config), data, target)
     draft_ids = prepare.draft_vocabulary(drafter_config, data, target)
     parts = (data.training, data.validation)
     if config.data.cache is not None:
@@ -178,6 +178,7 @@ class Run:
             embed=shared.embed,
             head=shared.head,
             vocab_index=step.vocabulary_index(shared.draft_ids, target.config.vocab_size),
+            draft_ids=shared.draft_ids,
         )
         online = evaluate(job) if evaluate is not None and config.evaluation.prompts else None
         return cls(job, train_step, validate, frozen, schedule, drafter, initial, checkpoints, display, online)
