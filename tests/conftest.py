@@ -23,3 +23,7 @@ from angelspec_jax.mesh import enable_compilation_cache  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 enable_compilation_cache(os.path.expanduser("~/.cache/angelspec-jax/compiled-tests"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--goldens", metavar="DIR", help="tests/goldens checks every case folder below DIR instead of its own fixtures")

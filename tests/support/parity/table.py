@@ -1,0 +1,25 @@
+"""How every kind of case is checked. A new family adds a line here and nothing to the test."""
+
+from collections.abc import Callable
+
+from parity import block_drafts, block_training, generation, loss_table, targets
+from parity.case import Case, Unsupported
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    "target": targets.check,
+    "angelspec_block_infer": block_drafts.check_one_round,
+    "zlab_dflash_infer": block_drafts.check_rounds,
+    "deepspec_dspark_infer": block_drafts.check_rounds,
+    "angelspec_block_train": block_training.check_angelspec,
+    "deepspec_dspark_train": block_training.check_deepspec,
+    "loss_table": loss_table.check,
+    "e2e_zlab": generation.check_zlab,
+}
+
+
+def check(case: Case) -> None:
+    """Compare everything the case holds. AssertionError where it differs, `Unsupported` where there is nothing to compare it with."""
+    if case.kind not in CHECKS:
+        raise Unsupported(f"cases of kind {case.kind!r}")
+    CHECKS[case.kind](case)
+    case.verdict()
