@@ -46,7 +46,7 @@ class TargetSection:
 class DrafterSection:
     """The drafter to train; None means "as the target has it"."""
 
-    family: Literal["dflash", "dfly", "mtp", "mtp_moe", "eagle3"] = "dfly"
+    family: Literal["dflash", "dflare", "dfly", "dspark", "mtp", "mtp_moe", "eagle3"] = "dfly"
     layers: int = 3  # of a block drafter; autoregressive ones have one
     block_size: int = 8
     taps: int | tuple[int, ...] | None = None  # how many, evenly spread, or the layer ids; None: 5, or EAGLE-3's three
@@ -57,7 +57,12 @@ class DrafterSection:
     kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    # Parts of a block drafter that differ from its family's.
+    context: Literal["fc", "fusion", "fc_fusion", "gated_sum"] | None = None
+    head: Literal["none", "hidden_correction", "markov_vanilla", "markov_gated", "markov_rnn"] | None = None
+    confidence: Literal["none", "hidden", "hidden_markov"] | None = None  # a trained head; none: the drafter's own probability
     correction_size: int | None = None
+    rank: int | None = None  # of a Markov head; None: 256
     # "target": draft layers start as evenly spread target layers, an autoregressive one as the last, or as the target's own MTP module;
     # a folder: as the drafter saved there
     init: str = "random"
@@ -70,7 +75,7 @@ class DrafterSection:
     own_head: bool = True  # EAGLE-3: a head of its own, or the target's (DeepSpec)
 
     def __post_init__(self):
-        _positive(self, "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "correction_size", "draft_vocab", "drafts")
+        _positive(self, "layers", "heads", "kv_heads", "head_dim", "intermediate_size", "correction_size", "rank", "draft_vocab", "drafts")
         if isinstance(self.taps, int):
             _positive(self, "taps")
         if not 2 <= self.block_size <= 64:
@@ -137,6 +142,11 @@ class OptimizationSection:
     warmup: float = 0.04  # fraction of the steps
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices by Muon, the rest by AdamW, see training.optimizer
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay: float = 0.2  # wsd: the last fraction of the steps, in which the rate falls
+    accumulate: int = 1  # parts a batch is worked through in, whose gradients are averaged
+    freeze: tuple[str, ...] = ()  # parameters that keep their value, such as context or layers.0
     clip_norm: float | None = 1.0
     ema: float | None = None  # decay of averaged parameters, which are exported instead of the last ones
     stages: tuple[Stage, ...] = (Stage(),)
@@ -149,7 +159,11 @@ class OptimizationSection:
     seed: int = 0
 
     def __post_init__(self):
-        _positive(self, "steps", "batch_size", "anchors", "chunk", "save_every", "keep", "log_every")
+        _positive(self, "steps", "batch_size", "anchors", "chunk", "save_every", "keep", "log_every", "accumulate")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size {self.batch_size} must be a multiple of accumulate ({self.accumulate})")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is a fraction of the steps, above 0 and at most 1, got {self.decay}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if not 0 <= self.min_learning_rate <= self.learning_rate:

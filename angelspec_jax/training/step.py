@@ -79,8 +79,8 @@ def build(
     @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
     def train(state: TrainState, frozen: Frozen, batch: Batch, stage: int):
         key = jax.random.fold_in(state.key, state.step)
-        gradient = jax.grad(loss, has_aux=True)
-        gradients, metrics = gradient(state.params, frozen, batch, key, objectives[stage])
+        gradient = functools.partial(jax.grad(loss, has_aux=True), state.params, frozen)
+        gradients, metrics = accumulated(gradient, batch, key, objectives[stage], settings.accumulate)
         params: Any = state.params
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its float32 scalars freely
             updates, opt_state = optimizer.update(gradients, state.opt_state, params)
@@ -93,6 +93,39 @@ def build(
         return loss(params, frozen, batch, jax.random.key(VALIDATION_KEY), objectives[stage])[1]
 
     return train, validate
+
+
+def accumulated(gradient: Callable, batch: Batch, key: jax.Array, objective: Objective, parts: int) -> tuple[Any, dict[str, jax.Array]]:
+    """Mean gradient and pooled metrics of `parts` equal parts of a batch, one after the other: the memory of one part.
+
+    Part i takes every `parts`-th sequence from the i-th, so that all devices of a sharded batch have their share of every part. Each part's
+    loss has denominators of its own, so the mean weighs parts equally, not tokens.
+    """
+    if parts == 1:
+        return gradient(batch, key, objective)
+    split = {name: jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1) for name, x in batch.items()}
+
+    def body(total, part):
+        index, rows = part
+        gradients, metrics = gradient(rows, jax.random.fold_in(key, index), objective)
+        return jax.tree.map(lambda t, g: t + g / parts, total, gradients), metrics
+
+    first = jax.eval_shape(lambda: gradient({name: x[0] for name, x in split.items()}, key, objective)[0])
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), first)
+    gradients, metrics = jax.lax.scan(body, zeros, (jnp.arange(parts), split))
+    return gradients, pooled(metrics)
+
+
+def pooled(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Metrics of several parts, stacked, as one: "count" is summed, means per draft index are weighted by it, the rest is averaged."""
+    count = jnp.sum(metrics["count"], axis=0)
+    whole = {"count": count}
+    for name, values in metrics.items():
+        if name != "count" and values.ndim > 1:
+            whole[name] = jnp.sum(values * metrics["count"], axis=0) / jnp.where(count > 0, count, 1.0)
+        elif name != "count":
+            whole[name] = jnp.mean(values)
+    return whole
 
 
 def _block_loss(

@@ -25,6 +25,7 @@ from angelspec_jax import processes
 from angelspec_jax.config import MeshSection, TrainConfig
 from angelspec_jax.data import pipeline
 from angelspec_jax.drafter import loading as drafters
+from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.card import card_for, mask_token
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.drafter.registry import AnyConfig
@@ -99,6 +100,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     if target is None:
         target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
     drafter_config = prepare.drafter_config(config.drafter, target)
+    prepare.check_confidence(drafter_config, config.train.stages)
     prepare.check_initial(config.drafter.init, drafter_config)
     data = prepare.encode(config, target, conversations, say)
     prepare.check_mask_token(mask_token(drafter_config), data, target)
@@ -123,6 +125,8 @@ def check_same_run(checkpoints: Checkpoints, config: TrainConfig) -> None:
     if latest is None:
         return
     found = checkpoints.read_record(latest)["config"]
+    with contextlib.suppress(ValueError):  # a setting that did not exist yet had what is now its default
+        found = json.loads(configs.to_json(configs.build(TrainConfig, found, "the run's record")))
     wanted = json.loads(configs.to_json(config))
     for key in sorted({*_flat(found), *_flat(wanted)}):
         if any(key == free or key.startswith(free + ".") for free in FREE):
@@ -155,7 +159,8 @@ class Run:
     @classmethod
     def create(cls, job: Job, checkpoints: Checkpoints, display: Display, evaluate: Callable[[Job], Evaluate] | None) -> "Run":
         config, target = job.config, job.target
-        optimizer, schedule = make_optimizer(config.train)
+        specs = registry.module(job.drafter_config).drafter_specs(job.drafter_config)
+        optimizer, schedule = make_optimizer(config.train, specs)
         train_step, validate = step.build(config.train, job.drafter_config, target.config, optimizer)
         init_key, run_key = jax.random.split(jax.random.key(config.train.seed))
         drafter = drafters.create_drafter(
