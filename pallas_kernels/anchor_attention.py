@@ -28,7 +28,7 @@ _SEMANTICS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Static sizes of one call: slots padded to a power of two, rows (anchors x padded slots) of a block, context keys of a block."""
+    """Static sizes of one call: keys of an anchor, slots padded to a power of two, rows (anchors x padded slots) and context keys."""
 
     slots: int
     padded_slots: int
@@ -43,10 +43,11 @@ class _Options:
     interpret: bool | pltpu.InterpretParams
 
 
-def block_sizes(slots: int, fold: int, length: int) -> Blocks:
+def block_sizes(slots: int, fold: int, length: int, queries: int = 0) -> Blocks:
     """Block sizes from shapes alone: at most 128 rows that fold (`fold` query heads a kv head) to about 1024, and the most context keys
-    (512, 256 or 128) that divide the padded context and keep five score-sized float32 arrays inside the VMEM budget."""
-    padded_slots = max(8, 1 << (slots - 1).bit_length())
+    (512, 256 or 128) that divide the padded context and keep five score-sized float32 arrays inside the VMEM budget. `queries` of a block
+    where they are not its `slots`."""
+    padded_slots = max(8, 1 << (max(slots, queries) - 1).bit_length())
     rows = max(128, padded_slots)
     while rows * fold > 1024 and rows > max(16, padded_slots):
         rows //= 2
@@ -56,7 +57,7 @@ def block_sizes(slots: int, fold: int, length: int) -> Blocks:
 
 
 def anchor_attention(
-    q: Float[Array, "B A K H E"],
+    q: Float[Array, "B A Q H E"],
     k_context: Float[Array, "B S G E"],
     v_context: Float[Array, "B S G E"],
     k_block: Float[Array, "B A K G E"],
@@ -69,8 +70,10 @@ def anchor_attention(
     causal: bool = False,
     scale: float,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "B A K H E"]:
+) -> Float[Array, "B A Q H E"]:
     """Attention of training blocks: each of `A` blocks of `K` queries sees the context strictly before its anchor, and itself.
+
+    Without `causal` the queries may be others than the block's own slots (Q != K), each of which sees all `K` of them.
 
     With documents, only context of the anchor's own document is seen. Within a block all slots see each other (`causal`: slot j sees
     0..j). Blocks never see each other. Blocks that are not kept see nothing and return zeros. Scores and the softmax are float32.
@@ -78,6 +81,8 @@ def anchor_attention(
     """
     if (context_documents is None) != (anchor_documents is None):
         raise ValueError("give both context_documents and anchor_documents, or neither")
+    if causal and q.shape[2] != k_block.shape[2]:
+        raise ValueError(f"a causal block asks with its own {k_block.shape[2]} slots, got {q.shape[2]} queries")
     places = (anchors, keep, context_documents, anchor_documents)
     return _attention(_Options(causal, scale, interpret), q, k_context, v_context, k_block, v_block, places)
 
@@ -88,7 +93,7 @@ def _attention(options: _Options, q, k_context, v_context, k_block, v_block, pla
 
 
 def _attention_forward(options, q, k_context, v_context, k_block, v_block, places):
-    blocks = block_sizes(q.shape[2], q.shape[3] // k_context.shape[2], k_context.shape[1])
+    blocks = block_sizes(k_block.shape[2], q.shape[3] // k_context.shape[2], k_context.shape[1], q.shape[2])
     arrays = _arrays(blocks, q, k_context, v_context, k_block, v_block)
     out, logsumexp = _forward(blocks, options, _visibility(blocks, places, k_context.shape[1]), arrays)
     folded = (q.shape, k_context.shape[2])
@@ -98,7 +103,7 @@ def _attention_forward(options, q, k_context, v_context, k_block, v_block, place
 def _attention_backward(options, residuals, d_out):
     q, k_context, v_context, k_block, v_block, places, out, logsumexp = residuals
     groups, length = k_context.shape[2], k_context.shape[1]
-    blocks = block_sizes(q.shape[2], q.shape[3] // groups, length)
+    blocks = block_sizes(k_block.shape[2], q.shape[3] // groups, length, q.shape[2])
     arrays = _arrays(blocks, q, k_context, v_context, k_block, v_block)
     visibility = _visibility(blocks, places, length)
     d_out = _fold_queries(d_out, blocks, groups)

@@ -27,8 +27,8 @@ def reset(state) -> None:
     weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
 
-def update(state, scores: jax.Array, values: jax.Array) -> None:
-    """Merge one block of keys: `scores` [rows, keys] float32 (masked ones equal to MASKED), `values` [keys, E]."""
+def update(state, scores: jax.Array, values: jax.Array, value_factors: jax.Array | None = None) -> None:
+    """Merge one block of keys: `scores` [rows, keys] float32 (masked ones equal to MASKED), `values` [keys, E], each times its factor."""
     top, normalizer, weighted = state
     previous = top[...]
     largest = jnp.maximum(previous, jnp.max(scores, axis=1, keepdims=True))
@@ -36,6 +36,7 @@ def update(state, scores: jax.Array, values: jax.Array) -> None:
     shrink = jnp.exp(previous - largest)
     top[...] = largest
     normalizer[...] = normalizer[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+    weights = weights if value_factors is None else weights * value_factors
     weighted[...] = weighted[...] * shrink[:, :1] + product(weights.astype(values.dtype), values, (1, 0))
 
 

@@ -6,7 +6,7 @@ one column of the table at a time.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked row stays free of NaN
 
@@ -15,8 +15,8 @@ def tree_attention(
     q: Float[Array, "N H E"],
     k: Float[Array, "N G E"],
     v: Float[Array, "N G E"],
-    k_cache: Float[Array, "P G page E"] | Float[Array, "R G E S"],
-    v_cache: Float[Array, "P G page E"] | Float[Array, "R G S E"],
+    k_cache: Num[Array, "P G page C"] | Float[Array, "R G E S"],
+    v_cache: Num[Array, "P G page E"] | Float[Array, "R G S E"] | None,
     table: Int[Array, "R pages"] | None,
     row_start: Int[Array, "R+1"],
     ancestors: UInt32[Array, "N 2"],
@@ -28,13 +28,16 @@ def tree_attention(
     uniform: bool = False,
     scale: float,
     window: int | None = None,
+    k_scale: Float[Array, "P G scaled"] | None = None,
+    v_scale: Float[Array, "P G scaled"] | None = None,
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows to their request's cached prefix and to the rows in flight that they may see.
 
     Rows of request r are `row_start[r] .. row_start[r+1]-1` (at most `max_rows`); with `table=None` request r owns slot r of the cache, and
     its keys are transposed. Row i sees cache entries `s < prefix_length[r]` and its request's row j if bit j of `ancestors[i]` is set
     (`causal`: if j <= i). With `window`, keys at or before `position - window` are hidden. Scores and the softmax are float32; rows that
-    see nothing return zeros.
+    see nothing return zeros. Pages may hold keys and values side by side (`v_cache=None`, C = 2E) and may be int8 with scales per token or
+    per page, as the kernel has it.
     """
     requests = prefix_length.shape[0]
     rows, heads, size = q.shape
@@ -56,6 +59,7 @@ def tree_attention(
     statistics = _accumulate(None, own, jnp.swapaxes(spread(v), 1, 2))
 
     if table is None:
+        assert v_cache is not None, "slots hold keys and values apart"
         seen = _prefix_mask(prefix_length, position, 0, v_cache.shape[2], window)
         statistics = _accumulate(statistics, _scores(queries, k_cache, seen, scale, "rges"), v_cache)
     else:
@@ -64,7 +68,10 @@ def tree_attention(
         def one_page(column, statistics):
             index = table[:, column]
             seen = _prefix_mask(prefix_length, position, column * page, page, window)
-            return _accumulate(statistics, _scores(queries, k_cache[index], seen, scale), v_cache[index])
+            keys, values = (k_cache[index], v_cache[index]) if v_cache is not None else jnp.split(k_cache[index], 2, axis=-1)
+            k_factor, v_factor = (None if x is None else x[index][:, :, None, None, :] for x in (k_scale, v_scale))
+            values = values if v_factor is None else values.astype(q.dtype)
+            return _accumulate(statistics, _scores(queries, keys, seen, scale, factor=k_factor), values, v_factor)
 
         used = jnp.max((prefix_length + page - 1) // page)
         statistics = jax.lax.fori_loop(0, used, one_page, statistics)
@@ -81,10 +88,10 @@ def tree_attention(
     return jnp.where(owned[:, None, None], out[request, jnp.clip(offset, 0, max_rows - 1)], jnp.zeros((), q.dtype))
 
 
-def _scores(queries, keys, seen, scale, layout="rgse"):
+def _scores(queries, keys, seen, scale, layout="rgse", factor=None):
     """[R, G, W, Q, S] float32 scores, masked where `seen` [R, W, S] is false."""
-    product = jnp.einsum(f"rgwqe,{layout}->rgwqs", queries, keys.astype(queries.dtype), preferred_element_type=jnp.float32)
-    return jnp.where(seen[:, None, :, None, :], product * scale, MASKED)
+    product = jnp.einsum(f"rgwqe,{layout}->rgwqs", queries, keys.astype(queries.dtype), preferred_element_type=jnp.float32) * scale
+    return jnp.where(seen[:, None, :, None, :], product if factor is None else product * factor, MASKED)
 
 
 def _own_scores(queries, keys, ancestors, position, live, causal, scale, window):
@@ -111,8 +118,8 @@ def _prefix_mask(prefix_length, position, start, length, window) -> Bool[Array, 
     return seen
 
 
-def _accumulate(statistics, scores, values):
-    """Merge one block of keys into the running (maximum, normalizer, weighted values) of an online softmax."""
+def _accumulate(statistics, scores, values, factor=None):
+    """Merge one block of keys, values times `factor`, into the running (maximum, normalizer, weighted values) of an online softmax."""
     top = jnp.max(scores, axis=-1)
     previous = None
     if statistics is not None:
@@ -120,6 +127,7 @@ def _accumulate(statistics, scores, values):
         top = jnp.maximum(top, previous)
     weights = jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top[..., None]), 0.0)
     total = jnp.sum(weights, axis=-1)
+    weights = weights if factor is None else weights * factor
     out = jnp.einsum("rgwqs,rgse->rgwqe", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     if previous is None:
         return top, total, out

@@ -5,15 +5,11 @@ each request's cache once. A row sees the whole committed prefix of its request 
 bits (a draft tree, a bidirectional block) or those before it (`causal`, prefill).
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels import reference
-from pallas_kernels.tree_attention import tree_attention as tree_attention_kernel
+from angelspec_jax.target import kernels
 
 MAX_TREE_ROWS = 64  # two words of ancestor bits
 
@@ -98,19 +94,18 @@ def attend(
     q: Float[Array, "N H E"],
     k: Float[Array, "N G E"],
     v: Float[Array, "N G E"],
-    k_cache: Float[Array, "P G page E"] | Float[Array, "R G E S"],
-    v_cache: Float[Array, "P G page E"] | Float[Array, "R G S E"],
+    k_cache: Float[Array, "*L P G page E"] | Float[Array, "R G E S"],
+    v_cache: Float[Array, "*L P G page E"] | Float[Array, "R G S E"],
     table: Int[Array, "R pages"] | None,
     rows: Rows,
     positions: Int[Array, "N"],
+    layer: Int[Array, ""] | None = None,
     *,
     scale: float,
     window: int | None = None,
 ) -> Float[Array, "N H E"]:
-    """Attention of packed rows over their committed prefix and the rows in flight, by the kernel on TPU and by its twin elsewhere."""
-    arguments = (q, k, v, k_cache, v_cache, table, rows.row_start, rows.ancestors, rows.prefix_length, positions)
-    options = {"causal": rows.causal, "max_rows": rows.max_rows, "scale": scale, "window": window}
-    twin = functools.partial(reference.tree_attention, uniform=rows.uniform, **options)
-    if table is None:  # contiguous slots are the CPU layout; the kernel reads pages
-        return twin(*arguments)
-    return jax.lax.platform_dependent(*arguments, tpu=functools.partial(tree_attention_kernel, **options), default=twin)
+    """Attention of packed rows over their committed prefix and the rows in flight, by the kernel on TPU and by its twin elsewhere.
+
+    The pages may be those of all layers stacked, with `layer` to say which is meant.
+    """
+    return kernels.tree_attention(q, k, v, k_cache, v_cache, table, rows, positions, layer, scale=scale, window=window)

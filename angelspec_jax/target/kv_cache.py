@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from angelspec_jax.target import kernels
 from angelspec_jax.target.config import TransformerConfig
-from pallas_kernels import reference
-from pallas_kernels.cache_commit import cache_commit
 
 
 @struct.dataclass
@@ -64,10 +63,13 @@ def commit(
         write_k = functools.partial(_write_slots, request=request, column=column, axis=3)
         write_v = functools.partial(_write_slots, request=request, column=column, axis=2)
     else:
-        write_k = write_v = functools.partial(_write_pages, table=cache.table, request=request, positions=positions, accepted=accepted)
+        pages = {"table": cache.table, "request": request, "positions": positions, "accepted": accepted}
+        write_k = write_v = functools.partial(kernels.cache_commit, **pages)
     if isinstance(cache.k, tuple) or isinstance(cache.v, tuple):
         k = tuple(write_k(old, new) for old, new in zip(cache.k, new_k, strict=True))
         v = tuple(write_v(old, new) for old, new in zip(cache.v, new_v, strict=True))
+    elif cache.table is not None:
+        k, v = write_k(cache.k, new_k), write_v(cache.v, new_v)
     else:
         k, v = jax.vmap(write_k)(cache.k, new_k), jax.vmap(write_v)(cache.v, new_v)
     return KVCache(k, v, cache.table)
@@ -79,9 +81,3 @@ def _write_slots(slots, new: Float[Array, "N G E"], *, request: Int[Array, "N"],
     if axis == 2:
         return slots.at[request, :, column].set(new, mode="drop")
     return slots.at[request, :, :, column].set(new, mode="drop")
-
-
-def _write_pages(pages: Float[Array, "P G page E"], new: Float[Array, "N G E"], *, table, request, positions, accepted):
-    """Rows into their request's pages, by the kernel on TPU and by its twin elsewhere."""
-    arguments = (pages, new, table, request, positions, accepted)
-    return jax.lax.platform_dependent(*arguments, tpu=cache_commit, default=reference.cache_commit)

@@ -112,10 +112,10 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
             raise ValueError(f"layer id {tap} does not exist in a target of {num_layers} layers; ids run from -1 (embedding) to {last}")
 
 
-def _layer(layer, x, k_cache, v_cache, *, config, positions, turned, rows, table):
+def _layer(layer, x, k_cache, v_cache, index=None, *, config, positions, turned, rows, table):
     def see(q, k, v):
         return attend(
-            q, k, v, k_cache, v_cache, table, rows, positions, scale=config.attention_scale, window=config.sliding_window
+            q, k, v, k_cache, v_cache, table, rows, positions, index, scale=config.attention_scale, window=config.sliding_window
         )
 
     return decoder_layer(layer, config, x, turned, see)
@@ -129,11 +129,12 @@ def _scan(run, layers, x, cache, taps):
     def step(carry, per_layer):
         x, tapped = carry
         index, layer = per_layer
-        # Indexed here, not passed as scanned inputs: a run's part of the cache would be a copy.
-        k_cache, v_cache = (
-            jax.lax.dynamic_index_in_dim(part, index, keepdims=False, allow_negative_indices=False) for part in (cache.k, cache.v)
-        )
-        x, kv = run(layer, x, k_cache, v_cache)
+        # Indexed here, not passed as scanned inputs: a run's part of the cache would be a copy. Pages are indexed by the kernel.
+        if cache.table is None:
+            one = lambda part: jax.lax.dynamic_index_in_dim(part, index, keepdims=False, allow_negative_indices=False)  # noqa: E731
+            x, kv = run(layer, x, one(cache.k), one(cache.v))
+        else:
+            x, kv = run(layer, x, cache.k, cache.v, index)
         tapped = jnp.where((ids == index)[:, None, None], x[None], tapped)
         return (x, tapped), kv
 

@@ -96,6 +96,15 @@ def test_block_lengths(slots):
     _compare(_case(slots=slots, count=3, length=128))
 
 
+def test_other_queries_than_the_slots():
+    """One more row per block, or fewer, that sees all of the block's slots."""
+    arrays, places = _case(slots=8, count=3)
+    for queries in (arrays[0][:, :, :3], jnp.concatenate([arrays[0], arrays[0][:, :, :1] * 0.5], axis=2)):
+        _compare(((queries, *arrays[1:]), places))
+    with pytest.raises(ValueError, match="its own 8 slots, got 3"):
+        anchor_attention(arrays[0][:, :, :3], *arrays[1:], *places, causal=True, scale=1.0, interpret=True)
+
+
 def test_unsorted_anchors():
     arrays, (anchors, keep, *rest) = _case(batch=1, count=20, slots=8, heads=2, length=300)
     _compare((arrays, (anchors[:, ::-1], keep[:, ::-1], *rest)))

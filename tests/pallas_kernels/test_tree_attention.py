@@ -143,13 +143,13 @@ def test_sixty_four_tree_rows_use_both_words():
 
 def test_a_tree_in_several_blocks_of_rows():
     case = _case([50, 64], [10, 3], heads=32, groups=1)
-    assert block_sizes(64, 32, 64, 8, 5, 4, False).rows < 64
+    assert block_sizes(64, 32, 1, 512, 8, 5, False).rows < 64
     _compare(case, max_rows=64)
 
 
 def test_long_causal_prefill_in_several_blocks():
     case = _case([300, 0, 130], [12, 5, 0], heads=8, groups=1)
-    blocks = block_sizes(300, 8, 64, 8, 5, 4, True)
+    blocks = block_sizes(300, 8, 1, 512, 8, 5, True)
     assert blocks.width // blocks.own_keys > 1 and blocks.width // blocks.rows > 1
     _compare(case, max_rows=300, causal=True)
     _compare(case, max_rows=300, causal=True, window=70)
@@ -167,9 +167,55 @@ def test_several_prefix_steps(monkeypatch, window):
 
 
 def test_block_sizes_follow_the_shapes():
-    assert block_sizes(8, 4, 128, 128, 64, 2, False) == Blocks(rows=16, own_keys=16, width=16, pages=4)
-    assert block_sizes(8, 4, 128, 128, 2, 2, False).pages == 2  # never more than the table holds
-    assert block_sizes(512, 4, 128, 128, 64, 2, True) == Blocks(rows=256, own_keys=128, width=512, pages=4)
+    both = 2 * 128 * 2  # bytes of a key and a value in bfloat16
+    assert block_sizes(8, 4, 8, both, 128, 64, False) == Blocks(rows=8, own_keys=8, width=8, pages=4, groups=8)
+    assert block_sizes(8, 3, 8, both, 128, 64, False).rows == 16  # an odd number of folded heads needs whole tiles
+    assert block_sizes(8, 4, 8, both, 128, 2, False).pages == 2  # never more than the table holds
+    assert block_sizes(8, 4, 1, both, 128, 64, False) == Blocks(rows=8, own_keys=8, width=8, pages=8, groups=1)  # longer steps instead
+    assert block_sizes(512, 4, 8, both, 128, 64, True) == Blocks(rows=256, own_keys=128, width=512, pages=4, groups=1)
+
+
+def _packed(case):
+    """The same case with a token's key and value side by side in one row of a page."""
+    return (*case[:3], jnp.concatenate(case[3:5], axis=-1), None, *case[5:])
+
+
+def test_keys_and_values_in_one_row():
+    options = {"causal": False, "scale": 0.125, "max_rows": 8}
+    poisoned, clean = _case([3, 6], [19, 8], heads=9, groups=3, page=16, pages=2)
+    got = _jitted(tree_attention, interpret=True, **options)(*_packed(poisoned))
+    np.testing.assert_allclose(got, _jitted(reference.tree_attention, **options)(*_packed(clean)), atol=2e-6)
+    np.testing.assert_allclose(got, _jitted(reference.tree_attention, **options)(*clean), atol=2e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("scaled", ["token", "page"])
+def test_int8_pages(scaled, packed):
+    """Against the twin, and the twin against pages that were multiplied out beforehand."""
+    (*start, k_pages, v_pages, table, row_start, ancestors, prefix, positions), _ = _case(
+        [3, 6], [37, 8], page=32, pages=2, groups=2, poison=False
+    )
+    axes = -1 if scaled == "token" else (-2, -1)
+    scales = [jnp.max(jnp.abs(x), axis=axes) / 127 + 1e-6 for x in (k_pages, v_pages)]
+    scales = [x if scaled == "token" else x[..., None] for x in scales]
+    integers = [jnp.round(x / s[..., None]).astype(jnp.int8) for x, s in zip((k_pages, v_pages), scales, strict=True)]
+    wide = [x.astype(jnp.float32) * s[..., None] for x, s in zip(integers, scales, strict=True)]
+    rest = (table, row_start, ancestors, prefix, positions)
+    options = {"causal": False, "scale": 0.125, "max_rows": 8}
+    pages = _packed((*start, *integers, *rest)) if packed else (*start, *integers, *rest)
+    factors = {"k_scale": scales[0], "v_scale": scales[1]}
+    twin = reference.tree_attention(*pages, **options, **factors)
+    np.testing.assert_allclose(twin, reference.tree_attention(*start, *wide, *rest, **options), atol=1e-5)
+    np.testing.assert_allclose(tree_attention(*pages, **options, **factors, interpret=True), twin, atol=1e-5)
+
+
+def test_rows_of_equal_number_need_no_gather():
+    poisoned, clean = _case([6, 6], [19, 8])
+    options = {"causal": False, "scale": 0.125, "max_rows": 6}
+    got = _jitted(tree_attention, interpret=True, uniform=True, **options)(*poisoned)
+    np.testing.assert_allclose(got, _jitted(reference.tree_attention, uniform=True, **options)(*clean), atol=2e-6)
+    program = jax.make_jaxpr(functools.partial(tree_attention, uniform=True, **options))(*poisoned)
+    assert not any(equation.primitive.name == "gather" for equation in program.eqns)
 
 
 def test_rows_that_see_nothing_return_zeros():
@@ -193,3 +239,6 @@ def test_bad_shapes_are_one_sentence():
         tree_attention(*poisoned, causal=False, max_rows=65, scale=1.0, interpret=True)
     with pytest.raises(ValueError, match="multiple of 8"):
         tree_attention(*_case([3], [2], page=4)[0], causal=False, max_rows=8, scale=1.0, interpret=True)
+    integers = [x.astype(jnp.int8) if 3 <= i <= 4 else x for i, x in enumerate(_case([3], [2], page=32)[1])]
+    with pytest.raises(ValueError, match="int8 come with k_scale"):
+        tree_attention(*integers, causal=False, max_rows=8, scale=1.0, interpret=True)

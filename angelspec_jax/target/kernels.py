@@ -1,0 +1,125 @@
+"""The kernels as models call them: Pallas on TPU, the plain-JAX twin elsewhere, each device on its own part of the mesh.
+
+A compiler cannot partition a kernel, so on a mesh of several devices a call is mapped: requests, with their rows and pages, over the batch
+axes and heads over the tensor axis. What does not divide stays whole, and every device computes it alike. A mesh is known only where the
+program is traced under `jax.set_mesh`; without one, or inside another map, a call stays as it is.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from angelspec_jax import mesh as meshes
+from pallas_kernels import reference
+from pallas_kernels.anchor_attention import anchor_attention as anchor_attention_kernel
+from pallas_kernels.cache_commit import cache_commit as cache_commit_kernel
+from pallas_kernels.tree_attention import tree_attention as tree_attention_kernel
+
+
+def tree_attention(q, k, v, k_cache, v_cache, table, rows, positions, layer=None, *, scale: float, window: int | None):
+    """Attention of packed rows (`attention.Rows`) over their prefix and each other, arguments as `attention.attend` has them.
+
+    With `layer` the pages are those of all layers stacked, [L, P, G, page, E]. A kernel reads them in place, where a slice would be a copy.
+    """
+    arrays = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "table": table, "positions": positions, "layer": layer}
+    arrays |= {"start": rows.row_start[:-1], "end": rows.row_start[1:], "ancestors": rows.ancestors, "prefix_length": rows.prefix_length}
+    options = {"causal": rows.causal, "max_rows": rows.max_rows, "uniform": rows.uniform, "scale": scale, "window": window}
+    pages = k_cache.shape[0 if layer is None else 1]
+    batch, heads = _spread((rows.prefix_length.shape[0], q.shape[0], pages), k.shape[1])
+    cache = PartitionSpec(*(() if layer is None else (None,)), batch, heads)
+    specs = dict.fromkeys(arrays, PartitionSpec(batch)) | dict.fromkeys("qkv", PartitionSpec(batch, heads))
+    specs |= {"k_cache": cache, "v_cache": cache, "layer": PartitionSpec()}
+    return _mapped(functools.partial(_tree_attention, batch, options), arrays, specs, PartitionSpec(batch, heads))
+
+
+def _tree_attention(batch, options, arrays):
+    """One device's requests: its rows start at 0 and its pages are numbered from 0."""
+    q, k_cache, v_cache, table = (arrays.get(name) for name in ("q", "k_cache", "v_cache", "table"))
+    shift = _index(batch) * q.shape[0]
+    bounds = jnp.concatenate([arrays["start"], arrays["end"][-1:]]) - shift
+    row_start = jnp.clip(bounds, 0, q.shape[0])
+    if "layer" in arrays:
+        pages = k_cache.shape[1]
+        k_cache, v_cache = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+        table = jnp.clip(table - _index(batch) * pages, 0, pages - 1) + arrays["layer"] * pages
+    elif table is not None:
+        table = table - _index(batch) * k_cache.shape[0]
+    inputs = (q, arrays["k"], arrays["v"], k_cache, v_cache, table)
+    inputs += (row_start, arrays["ancestors"], arrays["prefix_length"], arrays["positions"])
+    twin = functools.partial(reference.tree_attention, **options)
+    if table is None:  # slots are the layout of CPU and GPU; the kernel reads pages
+        return twin(*inputs)
+    return jax.lax.platform_dependent(*inputs, tpu=functools.partial(tree_attention_kernel, **options), default=twin)
+
+
+def cache_commit(pages, new, table, request, positions, accepted):
+    """Accepted rows into their request's pages, [P, G, page, E] or, stacked, [L, P, G, page, E] with rows [L, N, G, E]."""
+    stacked = pages.ndim == 5
+    lead = (None,) if stacked else ()
+    batch, heads = _spread((table.shape[0], request.shape[0], pages.shape[len(lead)]), pages.shape[len(lead) + 1])
+    arrays = {"pages": pages, "new": new, "table": table, "request": request, "positions": positions, "accepted": accepted}
+    specs = dict.fromkeys(arrays, PartitionSpec(batch)) | dict.fromkeys(("pages", "new"), PartitionSpec(*lead, batch, heads))
+    return _mapped(functools.partial(_cache_commit, batch, stacked), arrays, specs, PartitionSpec(*lead, batch, heads))
+
+
+def _cache_commit(batch, stacked: bool, arrays):
+    pages, table = arrays["pages"], arrays["table"]
+    local = (table - _index(batch) * pages.shape[int(stacked)], arrays["request"] - _index(batch) * table.shape[0])
+    rest = (*local, arrays["positions"], arrays["accepted"])
+
+    def write(pages, new):
+        return jax.lax.platform_dependent(pages, new, *rest, tpu=cache_commit_kernel, default=reference.cache_commit)
+
+    return (jax.vmap(write) if stacked else write)(pages, arrays["new"])
+
+
+def anchor_attention(q, k_context, v_context, k_block, v_block, anchors, keep, documents, anchor_documents, *, causal: bool, scale: float):
+    """Attention of training blocks; arguments as `reference.anchor_attention` has them."""
+    names = ("q", "k_context", "v_context", "k_block", "v_block", "anchors", "keep", "documents", "anchor_documents")
+    arrays = dict(zip(names, (q, k_context, v_context, k_block, v_block, anchors, keep, documents, anchor_documents), strict=True))
+    batch, heads = _spread((q.shape[0],), k_context.shape[2])
+    specs = dict.fromkeys(names, PartitionSpec(batch))
+    specs |= {"k_context": PartitionSpec(batch, None, heads), "v_context": PartitionSpec(batch, None, heads)}
+    specs |= dict.fromkeys(("q", "k_block", "v_block"), PartitionSpec(batch, None, None, heads))
+
+    def run(arrays):
+        inputs = tuple(arrays.get(name) for name in names)
+        options = {"causal": causal, "scale": scale}
+        kernel = functools.partial(anchor_attention_kernel, **options)
+        return jax.lax.platform_dependent(*inputs, tpu=kernel, default=functools.partial(reference.anchor_attention, **options))
+
+    return _mapped(run, arrays, specs, specs["q"])
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh of several devices that the program is traced for, unless each device's part is already in hand."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) != set(meshes.AXES) or mesh.size == 1 or mesh.manual_axes:
+        return None
+    return mesh
+
+
+def _spread(counts: tuple[int, ...], groups: int):
+    """Mesh axes (or None) for a batch axis whose lengths are all of `counts`, and for `groups` kv heads."""
+    mesh = _mesh()
+    if mesh is None:
+        return None, None
+    return tuple(meshes.partition(mesh, ("batch", "kv_heads"), (math.gcd(*counts), groups)))  # pyright: ignore[reportArgumentType]
+
+
+def _index(batch):
+    """Which part of the batch this device holds."""
+    return 0 if batch is None else jax.lax.axis_index(batch).astype(jnp.int32)
+
+
+def _mapped(run, arrays: dict, specs: dict, out: PartitionSpec):
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    mesh = _mesh()
+    if mesh is None:
+        return run(arrays)
+    specs = {name: specs[name] for name in arrays}
+    # Kernels do not say over which axes their results agree.
+    return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
