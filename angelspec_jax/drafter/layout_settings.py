@@ -28,6 +28,8 @@ class Overrides:
     confidence: str | None = None  # "none": of a block drafter, its own probability instead of a trained confidence head
     num_drafts: int | None = None  # of an autoregressive drafter: most drafts a round
     input_postnorm: bool | None = None  # MTP: it reads the target's hidden state after the final norm
+    feedback_norm: bool | None = None  # EAGLE-3: its next step reads the normed output
+    present_layers: int | None = None  # of the target at hand, for checkpoints that say nothing of theirs
 
 
 def parse_overrides(overrides: Mapping[str, Any]) -> Overrides:

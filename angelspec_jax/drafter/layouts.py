@@ -22,9 +22,10 @@ import numpy as np
 from jaxtyping import Int
 from safetensors.numpy import save_file
 
-from angelspec_jax.drafter import layouts_block, layouts_mtp
+from angelspec_jax.drafter import layouts_block, layouts_eagle3, layouts_mtp
 from angelspec_jax.drafter.card import KEY, DrafterCard
 from angelspec_jax.drafter.config import DrafterConfig
+from angelspec_jax.drafter.eagle3 import Eagle3Config
 from angelspec_jax.drafter.layout_settings import CONFIG, parse_overrides
 from angelspec_jax.drafter.layout_source import architecture
 from angelspec_jax.drafter.mtp import MTPConfig
@@ -33,12 +34,12 @@ from angelspec_jax.target import hf
 
 WEIGHTS = "model.safetensors"
 # family -> the module that reads it
-READERS: dict[str, ModuleType] = {family: module for module in (layouts_block, layouts_mtp) for family in module.FAMILIES}
-WRITERS: dict[type, ModuleType] = {DrafterConfig: layouts_block, MTPConfig: layouts_mtp}  # type of the config -> the module that writes it
+READERS: dict[str, ModuleType] = {family: module for module in (layouts_block, layouts_mtp, layouts_eagle3) for family in module.FAMILIES}
+# type of the config -> the module that writes it
+WRITERS: dict[type, ModuleType] = {DrafterConfig: layouts_block, MTPConfig: layouts_mtp, Eagle3Config: layouts_eagle3}
 
 UNSUPPORTED = {
     "dflash2": "DFlash2 (candidate selector)",
-    "eagle3": "EAGLE-3",
     "gemma4": "DSpark for Gemma 4",
 }
 
