@@ -62,7 +62,7 @@ def load_drafter(
     if untrained.is_name(source):
         return Drafter(None, untrained.named(source, target.config), share(target.params), DrafterCard(), source)
     path = places.resolve(source, revision)
-    params, config, card, draft_ids, _ = layouts.read(path, **overrides)
+    params, config, card, draft_ids, _ = layouts.read(path, **{"present_layers": target.config.num_layers} | overrides)
     check_target(config, card, target, thinking=thinking, allow_template_mismatch=allow_template_mismatch)
     specs = registry.module(config).drafter_specs(config)
     dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
