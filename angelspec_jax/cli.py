@@ -301,6 +301,54 @@ def evaluate(
         raise RuntimeError(f"speculative decoding is not exact here: {found.agreement}")
 
 
+@app.command()
+def calibrate(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help='JSONL files with {"prompt"} a line, a domain each. Default: own prompts, 12 a domain.')
+    ] = None,
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    limit: Annotated[int, typer.Option(min=2, help="Prompts per domain: every second fits the temperatures, the others judge them.")] = 12,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+    save: Annotated[Path | None, typer.Option(help="Directory to write the calibrated drafter to; it must not exist.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
+) -> None:
+    """Fit temperatures to a drafter's confidence, so that D-cut can believe it; reports calibration before and after, per domain."""
+    if save is not None and save.exists():
+        raise ValueError(f"{save} exists; name a directory that does not")
+    switches = _switches(template)
+    from angelspec_jax.evaluation import prompts as reading
+
+    prompts = reading.read_domains(files or [], limit)
+    console = _start()
+    from angelspec_jax.drafter.loading import save_drafter
+    from angelspec_jax.evaluation import calibration, plots, report
+
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    if helper is None:
+        raise ValueError("there is no drafter to calibrate; name one with --drafter")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **switches}
+    fitted = calibration.pool(calibration.collect(model, helper, texts[::2], **options) for texts in prompts.values())
+    temperatures = calibration.fit(fitted)
+    judged = {domain: calibration.collect(model, helper, texts[1::2], **options) for domain, texts in prompts.items() if len(texts) > 1}
+    rows = {domain: (calibration.quality(o), calibration.quality(o, temperatures)) for domain, o in judged.items()}
+    console.print(report.calibration_table(f"{model.name} with {helper.name}", rows, temperatures))
+    if output is not None:
+        domains = {domain: {"before": before.to_dict(), "after": after.to_dict()} for domain, (before, after) in rows.items()}
+        facts = {"target": model.name, "drafter": helper.name, "machine": report.machine()}
+        report.write_json(output, {**facts, "temperatures": temperatures, "rounds": len(fitted.accepted), "domains": domains})
+    if plot is not None:
+        plots.save(calibration.figure(f"{model.name} with {helper.name}", judged, temperatures), plot)
+    if save is not None:
+        save_drafter(save, calibration.with_temperatures(helper, temperatures))
+
+
 @bench.command("step")
 def bench_step(
     target: TargetOption = SMOLLM2,

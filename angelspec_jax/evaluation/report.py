@@ -3,13 +3,14 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
+from angelspec_jax.evaluation.calibration import Quality
 from angelspec_jax.evaluation.step_costs import StepCosts
 from angelspec_jax.evaluation.tau import Acceptance
 from angelspec_jax.evaluation.throughput import Speed
@@ -54,6 +55,23 @@ def step_table(costs: StepCosts) -> Table:
     for width, seconds in costs.verify.items():
         row(f"verify {width} row{'s' if width > 1 else ''}", seconds, f"{costs.break_even(width):.2f}" if width > 1 else "")
     table.caption = f"floor: {costs.weight_bytes / 1e6:.0f} MB of weights at {costs.bandwidth / 1e9:.1f} GB/s"
+    return table
+
+
+def calibration_table(title: str, found: Mapping[str, tuple[Quality, Quality]], temperatures: Sequence[float]) -> Table:
+    """One row a domain: how far estimated and observed survival lie apart before and after scaling, mean over the draft positions."""
+    table = Table(title=title, title_justify="left", caption="temperatures: " + " ".join(f"{t:.2f}" for t in temperatures))
+    table.add_column("domain")
+    for name in ("rounds", "ECE (%)\nbefore", "\nafter", "Brier\nbefore", "\nafter", "AUROC\nbefore", "\nafter"):
+        table.add_column(name, justify="right")
+
+    def mean(values: Sequence[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        return f"{sum(known) / len(known):.3f}" if known else "-"
+
+    for domain, pair in found.items():
+        errors = [f"{100 * sum(quality.ece) / len(quality.ece):.1f}" for quality in pair]
+        table.add_row(domain, str(pair[0].rounds), *errors, *(mean(q.brier) for q in pair), *(mean(q.auroc) for q in pair))
     return table
 
 
