@@ -211,7 +211,7 @@ def position_weights(objective: Objective, terms: BlockTerms | None, blocks: _Bl
 def _step_scale(objective: Objective, labels: Array, mask: Array) -> Array | None:
     if objective.position_weighting not in STEPWISE:
         return None
-    counted = jnp.sum(mask * (labels >= 0), axis=(0, 1))
+    counted = jnp.sum(mask * (labels >= 0).astype(mask.dtype), axis=(0, 1))
     total = counted if objective.position_weighting == "steps" else jnp.full_like(counted, mask.shape[0] * mask.shape[1])
     weight = objective.step_decay ** jnp.arange(mask.shape[-1], dtype=jnp.float32)
     return jnp.broadcast_to((weight / jnp.where(total > 0, total, 1.0))[None, None], mask.shape)
