@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from angelspec_jax.config import DataSection, DrafterSection, TrainConfig
+from angelspec_jax.config import DataSection, DrafterSection, Stage, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, pipeline
 from angelspec_jax.data.chat import encode_conversation
 from angelspec_jax.drafter import layouts, mtp
 from angelspec_jax.drafter import loading as drafters
-from angelspec_jax.drafter.config import default_taps
+from angelspec_jax.drafter.config import DrafterConfig, default_taps
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.drafter.registry import AnyConfig
 from angelspec_jax.target.loading import Target
@@ -116,7 +116,11 @@ def drafter_options(section: DrafterSection, target: Target) -> dict[str, Any]:
         "taps": 5 if section.taps is None else section.taps,
         "layout": section.layout,
         "mask_token": mask_token(section.mask_token, target),
+        "context": section.context,
+        "head": section.head,
+        "confidence": section.confidence,
         "correction_size": section.correction_size,
+        "rank": section.rank,
         **shape,
     }
 
@@ -140,6 +144,19 @@ def drafter_config(section: DrafterSection, target: Target) -> AnyConfig:
             "some of them twice; name fewer taps or the layer ids themselves"
         )
     return config
+
+
+def check_confidence(config: AnyConfig, stages: Sequence[Stage]) -> None:
+    """Raise ValueError when a confidence head would be trained that the drafter has not, or one that it has would not be."""
+    trained = any(stage.objective.confidence_weight > 0 for stage in stages)
+    has = isinstance(config, DrafterConfig) and config.confidence is not None
+    if trained and not has:
+        raise ValueError("a stage has a confidence_weight but the drafter has no confidence head; leave it out or set drafter.confidence")
+    if has and not trained:
+        raise ValueError(
+            "no stage has a confidence_weight, so the drafter's confidence head would stay as it starts and cut drafts at random; "
+            "set the weight (DSpark: 1.0) or drafter.confidence=none"
+        )
 
 
 def mask_token(value: int | str, target: Target) -> int:
@@ -205,7 +222,8 @@ def check_initial(init: str, config: AnyConfig) -> None:
         raise ValueError(f"drafter.init {init} holds a drafter of the family {found.family}, this run trains one of {wanted.family}")
     layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
     pairs = {name: (getattr(found.transformer, name), getattr(wanted.transformer, name)) for name in layer_fields}
-    free = ("transformer", "block_size", "num_drafts")  # no weight depends on how much is drafted, so a run may change it
+    # No weight depends on how much is drafted, so a run may change it; it makes temperatures of confidence obsolete.
+    free = ("transformer", "block_size", "num_drafts", "confidence_temperatures")
     pairs |= {f.name: (getattr(found, f.name), getattr(wanted, f.name)) for f in dataclasses.fields(config) if f.name not in free}
     for name, (old, new) in pairs.items():
         if old != new:

@@ -31,13 +31,21 @@ def start(drafter: Drafter, target: Target):
         count = len(params.layers)
         chosen = [round(i * last / max(count - 1, 1)) for i in range(count)]
         layers = tuple(_copy(own, layer_at(target.params.layers, index)) for own, index in zip(params.layers, chosen, strict=True))
-        return dataclasses.replace(params, layers=layers)
+        return dataclasses.replace(params, layers=layers, context=_context(params, layers))
     if isinstance(params, MTP):
         carried = _carried(drafter, target)
         return _last_layer_mtp(params, target) if carried is None else carried
     if isinstance(params, Eagle3):
         return _last_layer_eagle3(params, drafter, target)
     raise ValueError(f"a drafter of the family {drafter.config.family} has nothing to train")
+
+
+def _context(params: BlockDrafter, layers: tuple[Layer, ...]):
+    """Context projections of their own start as those of their layers."""
+    if params.context.kv is None:
+        return params.context
+    kv = tuple(jnp.array(layer.qkv[:, :, -2:], own.dtype) for own, layer in zip(params.context.kv, layers, strict=True))
+    return dataclasses.replace(params.context, kv=kv)
 
 
 def _last_layer_mtp(params: MTP, target: Target) -> MTP:
