@@ -1,9 +1,11 @@
-"""Where models lie: a local path, a Hugging Face hub id (`Qwen/Qwen3-8B`) or a bucket (`gs://bucket/folder`); all become a local path.
+"""Where models lie: a local path, a Hugging Face hub id (`Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@main` at a branch, tag or commit) or a bucket
+(`gs://bucket/folder`); all become a local path.
 
 Hub models go to huggingface_hub's own cache (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE hold), buckets to the cache folder of this package.
 """
 
 import fnmatch
+import functools
 import hashlib
 import os
 import re
@@ -18,7 +20,9 @@ from angelspec_jax.models import cache_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BUCKET = re.compile(r"gs:/+(?=[^/])")  # a path object has dropped one of the two slashes
+REVISION = re.compile(rf"({HUB_ID.pattern})@([\w./-]+)")
 FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
+PICKLED = "pytorch_model*.bin"  # fetched only where there are no safetensors
 
 
 def resolve(source: str | os.PathLike, revision: str | None = None) -> Path:
@@ -30,6 +34,9 @@ def resolve(source: str | os.PathLike, revision: str | None = None) -> Path:
     """
     text = os.fspath(source)
     path = Path(text).expanduser()
+    named = None if path.exists() else REVISION.fullmatch(text)
+    if named is not None and revision in (None, named[2]):
+        text, revision = named[1], named[2]
     on_hub = not path.exists() and HUB_ID.fullmatch(text) is not None
     if revision is not None and not on_hub:
         raise ValueError(f"{text} has no revisions; only a Hugging Face hub id has, such as Qwen/Qwen3-8B")
@@ -41,6 +48,8 @@ def resolve(source: str | os.PathLike, revision: str | None = None) -> Path:
 def name(source: str | os.PathLike, path: Path) -> str:
     """What to call the model of `source`, which lies at `path`: the last part of either (a hub cache's folders are named by commit)."""
     text = os.fspath(source).rstrip("/")
+    named = None if Path(text).expanduser().exists() else REVISION.fullmatch(text)
+    text = text if named is None else named[1]
     remote = BUCKET.match(text) or not Path(text).expanduser().exists()
     return text.rsplit("/", 1)[-1] if remote else path.resolve().name
 
@@ -48,7 +57,10 @@ def name(source: str | os.PathLike, path: Path) -> str:
 def _from_hub(repository: str, revision: str | None) -> Path:
     try:
         # Folders of a repository hold other forms of the same weights (original/, onnx/).
-        folder = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(FILES), ignore_patterns=["*/*"])
+        fetch = functools.partial(huggingface_hub.snapshot_download, repository, revision=revision, ignore_patterns=["*/*"])
+        folder = fetch(allow_patterns=list(FILES))
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = fetch(allow_patterns=[*FILES, PICKLED])
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision {revision}"
         raise FileNotFoundError(
@@ -63,7 +75,9 @@ def _from_bucket(url: str) -> Path:
     place = cache_folder() / "buckets" / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rsplit("/", 1)[-1]
     try:
         remote = epath.Path(url)
-        files = {file.name: file for file in (remote.iterdir() if remote.is_dir() else [remote]) if _wanted(file.name)}
+        there = list(remote.iterdir()) if remote.is_dir() else [remote]
+        pickled = not any(file.name.endswith(".safetensors") for file in there)
+        files = {file.name: file for file in there if _wanted(file.name, pickled)}
         if not files:
             raise FileNotFoundError("there are no model files")
         sizes = {key: file.stat().length for key, file in files.items()}
@@ -79,8 +93,9 @@ def _from_bucket(url: str) -> Path:
     return place
 
 
-def _wanted(name: str) -> bool:
-    return name.endswith(".gguf") or any(fnmatch.fnmatchcase(name, pattern) for pattern in FILES)
+def _wanted(name: str, pickled: bool) -> bool:
+    patterns = (*FILES, PICKLED) if pickled else FILES
+    return name.endswith(".gguf") or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _sizes(place: Path) -> dict[str, int]:

@@ -58,9 +58,20 @@ def test_a_hub_id_is_fetched_at_its_revision(hub):
     path = places.resolve("Org/Name", revision="v1.0")
     assert path == hub.folder
     assert places.name("Org/Name", path) == "Name"
-    [(repository, options)] = hub.asked
-    assert (repository, options["revision"]) == ("Org/Name", "v1.0")
+    [(repository, options), (again, more)] = hub.asked
+    assert (repository, options["revision"]) == (again, more["revision"]) == ("Org/Name", "v1.0")
     assert set(options["allow_patterns"]) == {"*.json", "*.safetensors", "tokenizer*", "*.jinja"}
+    assert set(more["allow_patterns"]) - set(options["allow_patterns"]) == {"pytorch_model*.bin"}  # for the first gave no weights
+
+
+def test_a_revision_may_stand_behind_the_name(hub):
+    hub.folder.mkdir(parents=True)
+    (hub.folder / "model.safetensors").write_text("weights")
+    path = places.resolve("Org/Name@refs/pr/1")
+    assert path == hub.folder and places.name("Org/Name@refs/pr/1", path) == "Name"
+    assert [(repository, options["revision"]) for repository, options in hub.asked] == [("Org/Name", "refs/pr/1")]
+    with pytest.raises(ValueError, match="Org/Name@v1 has no revisions"):
+        places.resolve("Org/Name@v1", revision="v2")
 
 
 @pytest.mark.parametrize(

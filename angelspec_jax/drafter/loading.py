@@ -129,7 +129,7 @@ def drafter_config(target: TransformerConfig, *, family: str = "dfly", **options
     """Configuration of a new drafter for a target; `options` are those of `block_config`, `mtp.config_for` or `eagle3.config_for`."""
     if family not in CONFIGS:
         raise ValueError(f"drafter family must be one of {', '.join(CONFIGS)}, got {family!r}")
-    return CONFIGS[family](target, family=family, **options)
+    return CONFIGS[family](target.plain(), family=family, **options)
 
 
 def block_config(

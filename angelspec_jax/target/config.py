@@ -3,6 +3,10 @@
 import dataclasses
 import math
 
+from jax.sharding import Mesh
+
+QUANTIZATIONS = ("int8",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -30,6 +34,7 @@ class MoEConfig:
     scale: float = 1.0  # and multiplied by this
     dense_layers: tuple[int, ...] = ()  # layers that keep a plain feed-forward network
     names: str = "qwen3"  # what checkpoints call the tensors: "qwen3" | "hunyuan" | "hy3"
+    mesh: Mesh | None = dataclasses.field(default=None, repr=False)  # over whose devices the experts are spread
 
     def __post_init__(self):
         for name in ("num_experts", "experts_per_token", "intermediate_size"):
@@ -61,6 +66,7 @@ class TransformerConfig:
     max_positions: int = 2048
     moe: MoEConfig | None = None
     scan_layers: bool = False  # stacked weights under lax.scan (accelerators) or a tuple of layers (CPU)
+    quantize: str | None = None  # "int8": the layers' matrices in 8 bits (int8.py)
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -70,10 +76,17 @@ class TransformerConfig:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise ValueError(f"quantize must be one of {', '.join(QUANTIZATIONS)} or nothing, got {self.quantize!r}")
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def plain(self) -> "TransformerConfig":
+        """The architecture alone, without how this model's weights are kept."""
+        moe = None if self.moe is None else dataclasses.replace(self.moe, mesh=None)
+        return dataclasses.replace(self, scan_layers=False, quantize=None, moe=moe)
 
     @property
     def queries_per_kv(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from angelspec_jax.target.config import Rope, TransformerConfig
-from angelspec_jax.target.layout import Window, check_depth
+from angelspec_jax.target.layout import Meter, Window, check_depth
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
@@ -60,6 +60,7 @@ class GgufFile:
     tensors: dict[str, TensorInfo]
     renamed: dict[str, str]  # Hugging Face name -> llama.cpp name
     interleaved: dict[str, int]  # Hugging Face names whose rows llama.cpp interleaved for its rope -> head size
+    meter: Meter = dataclasses.field(default_factory=Meter, compare=False)
 
     def names(self) -> list[str]:
         return list(self.renamed)
@@ -98,6 +99,7 @@ class GgufFile:
         else:
             inner = slice(None)
         raw = np.memmap(self.path, np.uint8, "r", info.start + rows.start * row_bytes, (rows.stop - rows.start, row_bytes))
+        self.meter.add(raw.size)
         kind = GGMLQuantizationType(info.quantization)
         plain = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}.get(kind)
         if plain is not None:

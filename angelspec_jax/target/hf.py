@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+from angelspec_jax.target import torch_io
 from angelspec_jax.target.config import MoEConfig, Rope, TransformerConfig
+from angelspec_jax.target.layout import TensorSource
 from angelspec_jax.target.safetensors_io import Checkpoint, open_checkpoint
+from angelspec_jax.target.torch_io import PickledCheckpoint
 from angelspec_jax.tokenizer import read_settings
 
 ARCHITECTURES = {
@@ -165,21 +168,18 @@ def read_chat_template(directory: str | Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def open_tensors(directory: str | Path) -> Checkpoint:
-    """The weights of a model directory, headers checked, nothing read yet."""
+def open_tensors(directory: str | Path) -> Checkpoint | PickledCheckpoint:
+    """The weights of a model directory, headers checked, nothing read yet. Pickled ones only where there are no others."""
     directory = Path(directory)
-    try:
-        return open_checkpoint(directory)
-    except FileNotFoundError:
-        pickled = sorted(directory.glob("pytorch_model*.bin"))
-        if pickled and not list(directory.glob("*.safetensors*")):
-            raise ValueError(f"{directory} holds pickled weights ({pickled[0].name}), which are not read: save safetensors") from None
-        raise
+    pickled = torch_io.find(directory)
+    if pickled is not None and not list(directory.glob("*.safetensors*")):
+        return torch_io.open_pickled(pickled)
+    return open_checkpoint(directory)
 
 
-def name_prefix(tensors: Checkpoint) -> str:
+def name_prefix(tensors: TensorSource) -> str:
     """What precedes `embed_tokens.weight`: "model." for a language model, nothing for a bare backbone."""
-    return "" if "embed_tokens.weight" in tensors.entries else "model."
+    return "" if "embed_tokens.weight" in tensors.names() else "model."
 
 
 def read_json(file: Path) -> dict:

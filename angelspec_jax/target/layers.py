@@ -8,7 +8,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.params import Param
+from angelspec_jax.target import int8
 from angelspec_jax.target.config import Rope, TransformerConfig
+from angelspec_jax.target.int8 import Int8, Weight, product
 from angelspec_jax.target.moe import MoE, moe_specs, routed
 
 
@@ -16,11 +18,11 @@ from angelspec_jax.target.moe import MoE, moe_specs, routed
 class Layer:
     input_norm: jax.Array  # [D]
     # One product per kv head: its H/G query heads, then its key, then its value. Sharding over G keeps them together.
-    qkv: jax.Array  # [D, G, H/G + 2, E]; a leading 2D where attention reads two states (EAGLE-3)
-    o: jax.Array  # [H, E, D]
+    qkv: Weight  # [D, G, H/G + 2, E]; a leading 2D where attention reads two states (EAGLE-3)
+    o: Weight  # [H, E, D]
     post_attention_norm: jax.Array  # [D]
-    gate_up: jax.Array | None  # [D, 2, F]; beside experts the shared one's, None where none is shared
-    down: jax.Array | None  # [F, D]
+    gate_up: Weight | None  # [D, 2, F]; beside experts the shared one's, None where none is shared
+    down: Weight | None  # [F, D]
     q_norm: jax.Array | None = None  # [E]
     k_norm: jax.Array | None = None  # [E]
     qkv_bias: jax.Array | None = None  # [G, H/G + 2, E]
@@ -32,6 +34,7 @@ def layer_specs(config: TransformerConfig, sparse: bool = False, inputs: int | N
 
     `inputs` is the width of what attention reads, by default the model's.
     """
+    matrix = Param if config.quantize is None else lambda *args, **options: int8.specs(Param(*args, **options))
     d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     moe = config.moe if sparse else None
     f = config.intermediate_size if moe is None else moe.shared_size
@@ -40,15 +43,15 @@ def layer_specs(config: TransformerConfig, sparse: bool = False, inputs: int | N
     head_norm = Param((e,), (None,), "ones", dtype=jnp.float32) if config.qk_norm else None
     return Layer(
         input_norm=norm,
-        qkv=Param((inputs or d, g, per_group, e), ("embed", "kv_heads", None, None)),
-        o=Param((h, e, d), ("heads", None, "embed"), inputs=2),
+        qkv=matrix((inputs or d, g, per_group, e), ("embed", "kv_heads", None, None)),
+        o=matrix((h, e, d), ("heads", None, "embed"), inputs=2),
         post_attention_norm=norm,
-        gate_up=Param((d, 2, f), ("embed", None, "mlp")) if f else None,
-        down=Param((f, d), ("mlp", "embed")) if f else None,
+        gate_up=matrix((d, 2, f), ("embed", None, "mlp")) if f else None,
+        down=matrix((f, d), ("mlp", "embed")) if f else None,
         q_norm=head_norm,
         k_norm=head_norm,
         qkv_bias=Param((g, per_group, e), ("kv_heads", None, None), "zeros") if config.attention_bias else None,
-        moe=None if moe is None else moe_specs(moe, d),
+        moe=None if moe is None else moe_specs(moe, d, config.quantize),
     )
 
 
@@ -76,7 +79,7 @@ def decoder_layer(
 
 def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], rotation: "Rotation"):
     """Queries [*N, H, E], keys and values [*N, G, E]; q and k carry their norm and rotation."""
-    fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv)
+    fused = product("...d,dgpe->...gpe", x, layer.qkv)
     if layer.qkv_bias is not None:
         fused = fused + expand(layer.qkv_bias, fused)
     queries = config.queries_per_kv
@@ -88,7 +91,7 @@ def project_qkv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"]
 def project_kv(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"], rotation: "Rotation"):
     """Keys and values [*N, G, E] of rows that ask nothing: a block drafter's context."""
     queries = config.queries_per_kv
-    fused = jnp.einsum("...d,dgpe->...gpe", x, layer.qkv[:, :, queries:])
+    fused = product("...d,dgpe->...gpe", x, layer.qkv[:, :, queries:])
     if layer.qkv_bias is not None:
         fused = fused + expand(layer.qkv_bias[:, queries:], fused)
     return rotate_and_norm(fused[..., 0, :], layer.k_norm, config, rotation), fused[..., 1, :]
@@ -116,9 +119,9 @@ def feed_forward(layer: Layer, config: TransformerConfig, x: Float[Array, "*N D"
     return out.astype(x.dtype)
 
 
-def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F out"]) -> Float[Array, "*N out"]:
-    fused = jnp.einsum("...d,dcf->...cf", x, gate_up)
-    return jnp.einsum("...f,fd->...d", jax.nn.silu(fused[..., 0, :]) * fused[..., 1, :], down)
+def swiglu(x: Float[Array, "*N D"], gate_up: Float[Array, "D 2 F"] | Int8, down: Float[Array, "F out"] | Int8) -> Float[Array, "*N out"]:
+    fused = product("...d,dcf->...cf", x, gate_up)
+    return product("...f,fd->...d", jax.nn.silu(fused[..., 0, :]) * fused[..., 1, :], down)
 
 
 def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*N D"]:
@@ -152,10 +155,11 @@ def rotate(x: Float[Array, "*N heads E"], rotation: Rotation) -> Float[Array, "*
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def merge_heads(mixed: Float[Array, "*N H E"], o: Float[Array, "H E D"]) -> Float[Array, "*N D"]:
+def merge_heads(mixed: Float[Array, "*N H E"], o: Float[Array, "H E D"] | Int8) -> Float[Array, "*N D"]:
     """The output projection, as one product over the flattened heads (XLA transposes the weights of a two-axis contraction on CPU)."""
-    flat = mixed.reshape(*mixed.shape[:-2], o.shape[0] * o.shape[1])
-    return flat @ o.reshape(o.shape[0] * o.shape[1], o.shape[2])
+    heads, size, width = o.shape
+    flat = mixed.reshape(*mixed.shape[:-2], heads * size)
+    return product("...f,fd->...d", flat, o.reshape(heads * size, width))
 
 
 def rope_frequencies(rope: Rope, size: int) -> Float[Array, "half"]:

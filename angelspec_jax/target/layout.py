@@ -1,13 +1,16 @@
 """The one place that knows how checkpoint tensors relate to parameters.
 
 Checkpoints follow Hugging Face: one `[out, in]` matrix per projection. In memory the projections that read the same input are fused and
-stored `[in..., out...]` (layers.py). A `Leaf` assembles any window of one parameter from the tensors it comes from, so a device's shard is
-read straight from the file; `layer_tensors` and `target_tensors` are the way back.
+stored `[in..., out...]` (layers.py). A `Leaf` says which tensors make up one parameter: each, reshaped and transposed, is a box of it. From
+that any window of a parameter is read, straight from the bytes that hold it, and the tensors are made again from a parameter.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +20,7 @@ import numpy as np
 from angelspec_jax.target.config import MoEConfig, TransformerConfig
 from angelspec_jax.target.layers import Layer
 from angelspec_jax.target.moe import MoE
-from angelspec_jax.target.transformer import TargetParams, arrange, layer_at
+from angelspec_jax.target.transformer import TargetParams, arrange
 
 Window = tuple[slice, ...]  # start and stop given, step 1
 
@@ -44,12 +47,124 @@ class TensorSource(Protocol):
     def sample(self, name: str, size: int) -> bytes: ...
 
 
+class Meter:
+    """Bytes read from storage so far, by any number of threads."""
+
+    def __init__(self):
+        self.bytes, self._lock = 0, threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """One tensor as a part of a parameter.
+
+    Every axis of the tensor is split into `parts`; the axes of all parts, in `order`, are those of the box, which begins at `start`.
+    """
+
+    name: str
+    parts: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the checkpoint."""
+        return tuple(math.prod(sizes) for sizes in self.parts)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        return tuple(itertools.chain(*self.parts))
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the box lies in the parameter."""
+        return tuple(slice(start, start + self.split[axis]) for start, axis in zip(self.start, self.order, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """Where one parameter comes from: the checkpoint tensors with their expected shapes, and how a window is assembled from them."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     read: Callable[[TensorSource, Window], np.ndarray]
+    boxes: tuple[Box, ...] = ()  # which tile the parameter; none where only `read` knows
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A window of one tensor and the part of an array that it fills."""
+
+    name: str
+    window: Window
+    target: np.ndarray  # a view, with the axes of the tensor's parts
+
+    def read(self, source: TensorSource) -> None:
+        self.target[...] = source.read(self.name, self.window).reshape(self.target.shape)
+
+
+def pieces(leaf: Leaf, window: Window, out: np.ndarray, largest: int) -> Iterator[Piece]:
+    """What fills `out`, a window of a parameter, from its tensors, in pieces of at most `largest` elements (or one row)."""
+    for box in leaf.boxes:
+        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(window, box.place, strict=True)]
+        if any(part.start >= part.stop for part in common):
+            continue
+        view = out[tuple(slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(common, window, strict=True))]
+        inverse = np.argsort(box.order)
+        view = view.transpose(inverse)
+        wanted = [slice(common[i].start - box.start[i], common[i].stop - box.start[i]) for i in inverse]
+        yield from _stretches(box, wanted, view, largest)
+
+
+def _stretches(box: Box, wanted: list[slice], view: np.ndarray, largest: int) -> Iterator[Piece]:
+    """The wanted window of a box's parts as windows of its tensor: one where the parts are consecutive, several where they are not."""
+    axes, first = [], 0
+    for index, sizes in enumerate(box.parts):
+        own = wanted[first : first + len(sizes)]
+        rest = math.prod(part.stop - part.start for part in wanted[first + len(sizes) :])
+        axes.append(list(_runs(sizes, own, largest // max(rest, 1) if index == 0 else None)))
+        first += len(sizes)
+    for chosen in itertools.product(*axes):
+        parts = tuple(itertools.chain(*(run for _, run in chosen)))
+        inner = tuple(slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(parts, wanted, strict=True))
+        yield Piece(box.name, tuple(span for span, _ in chosen), view[inner])
+
+
+def _runs(sizes: tuple[int, ...], wanted: list[slice], longest: int | None) -> Iterator[tuple[slice, list[slice]]]:
+    """Consecutive stretches of a split axis that a window of its parts covers, each at most `longest` entries where that is given."""
+    partial = [i for i, (size, part) in enumerate(zip(sizes, wanted, strict=True)) if (part.start, part.stop) != (0, size)]
+    last = max(partial, default=0)  # the parts after it are whole
+    inner = math.prod(sizes[last + 1 :])
+    step = sizes[last] if longest is None else max(longest // inner, 1)
+    for outer in itertools.product(*(range(part.start, part.stop) for part in wanted[:last])):
+        base = 0
+        for index, size in zip(outer, sizes, strict=False):
+            base = base * size + index
+        base *= sizes[last]
+        for start in range(wanted[last].start, wanted[last].stop, step):
+            stop = min(start + step, wanted[last].stop)
+            run = [*(slice(index, index + 1) for index in outer), slice(start, stop), *wanted[last + 1 :]]
+            yield slice((base + start) * inner, (base + stop) * inner), run
+
+
+def boxed(*boxes: Box) -> Any:
+    """The leaf of a parameter that these boxes tile, typed as anything: it stands where the tree of parameters will hold an array."""
+    return Leaf(tuple((box.name, box.shape) for box in boxes), functools.partial(_read_boxes, boxes), boxes)
+
+
+def _read_boxes(boxes: tuple[Box, ...], source: TensorSource, window: Window) -> np.ndarray:
+    out = np.empty([part.stop - part.start for part in window], np.result_type(*{source.dtype(box.name) for box in boxes}))
+    for piece in pieces(boxed(*boxes), window, out, out.size):
+        piece.read(source)
+    return out
+
+
+def tensors_of(leaf: Leaf, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The checkpoint tensors that a parameter is made of."""
+    return {box.name: np.ascontiguousarray(value[box.place].transpose(np.argsort(box.order))).reshape(box.shape) for box in leaf.boxes}
 
 
 def target_leaves(config: TransformerConfig, prefix: str = "model.") -> TargetParams:
@@ -70,27 +185,23 @@ def layer_leaves(config: TransformerConfig, prefix: str, sparse: bool = False, i
     `inputs` is the width of what attention reads, by default the model's.
     """
     d, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    q = config.queries_per_kv
     moe = config.moe if sparse else None
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     dense, f = (mlp, config.intermediate_size) if moe is None else (f"{mlp}{SHARED}", moe.shared_size)
     norms = [_plain(f"{attention}{name}.weight", (e,)) for name in HEAD_NORMS[config.qk_norm]] if config.qk_norm else [None, None]
-    heads = ((f"{attention}q_proj", h * e), (f"{attention}k_proj", g * e), (f"{attention}v_proj", g * e))
+    # Every group's queries, then its key, then its value.
+    fused = ((f"{attention}q_proj", q, 0), (f"{attention}k_proj", 1, q), (f"{attention}v_proj", 1, q + 1))
     return Layer(
         input_norm=_plain(f"{prefix}input_layernorm.weight", (d,)),
-        qkv=_leaf(
-            tuple((f"{name}.weight", (rows, inputs or d)) for name, rows in heads),
-            functools.partial(_read_qkv, [f"{name}.weight" for name, _ in heads], config),
-        ),
-        o=_leaf(((f"{attention}o_proj.weight", (d, h * e)),), functools.partial(_read_o, f"{attention}o_proj.weight", e)),
+        qkv=boxed(*(Box(f"{name}.weight", ((g, n, e), (inputs or d,)), (3, 0, 1, 2), (0, 0, at, 0)) for name, n, at in fused)),
+        o=boxed(Box(f"{attention}o_proj.weight", ((d,), (h, e)), (1, 2, 0), (0, 0, 0))),
         post_attention_norm=_plain(f"{prefix}post_attention_layernorm.weight", (d,)),
         gate_up=_gate_up(dense, f, d) if f else None,
         down=_transposed(f"{dense}down_proj.weight", (d, f)) if f else None,
         q_norm=norms[0],
         k_norm=norms[1],
-        qkv_bias=_leaf(
-            tuple((f"{name}.bias", (rows,)) for name, rows in heads),
-            functools.partial(_read_qkv_bias, [f"{name}.bias" for name, _ in heads], config),
-        )
+        qkv_bias=boxed(*(Box(f"{name}.bias", ((g, n, e),), (0, 1, 2), (0, at, 0)) for name, n, at in fused))
         if config.attention_bias
         else None,
         moe=None if moe is None else moe_leaves(moe, d, mlp),
@@ -135,70 +246,31 @@ def check_depth(layers: int, tensors: int, path: Path) -> None:
 
 def target_tensors(params: TargetParams, config: TransformerConfig, prefix: str = "model.") -> dict[str, np.ndarray]:
     """The checkpoint tensors of a target: the inverse of `target_leaves`."""
-    tensors = {f"{prefix}embed_tokens.weight": np.asarray(params.embed), f"{prefix}norm.weight": np.asarray(params.final_norm)}
-    if params.lm_head is not None:
-        tensors["lm_head.weight"] = np.asarray(params.lm_head)
-    for index in range(config.num_layers):
-        tensors |= layer_tensors(layer_at(params.layers, index), config, f"{prefix}layers.{index}.")
-    return tensors
+    return _tensors(target_leaves(config, prefix), params)
 
 
 def layer_tensors(layer: Layer, config: TransformerConfig, prefix: str) -> dict[str, np.ndarray]:
     """The checkpoint tensors of one decoder layer: the inverse of `layer_leaves`."""
-    d, e, queries = config.hidden_size, config.head_dim, config.queries_per_kv
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    qkv = np.moveaxis(np.asarray(layer.qkv), 0, -1)  # [G, H/G + 2, E, inputs]
-    parts = {"q_proj": slice(0, queries), "k_proj": slice(queries, queries + 1), "v_proj": slice(queries + 1, queries + 2)}
-    tensors = {f"{attention}{name}.weight": np.ascontiguousarray(qkv[:, part].reshape(-1, qkv.shape[-1])) for name, part in parts.items()}
-    if layer.qkv_bias is not None:
-        bias = np.asarray(layer.qkv_bias)
-        tensors |= {f"{attention}{name}.bias": np.ascontiguousarray(bias[:, part].reshape(-1)) for name, part in parts.items()}
-    tensors |= {
-        f"{prefix}input_layernorm.weight": np.asarray(layer.input_norm),
-        f"{prefix}post_attention_layernorm.weight": np.asarray(layer.post_attention_norm),
-        f"{attention}o_proj.weight": np.ascontiguousarray(np.asarray(layer.o).reshape(config.num_heads * e, d).T),
-    }
-    if layer.gate_up is not None:
-        tensors |= _swiglu_tensors(mlp if layer.moe is None else f"{mlp}{SHARED}", np.asarray(layer.gate_up), np.asarray(layer.down))
-    if config.qk_norm:
-        norms = (layer.q_norm, layer.k_norm)
-        tensors |= {f"{attention}{name}.weight": np.asarray(norm) for name, norm in zip(HEAD_NORMS[config.qk_norm], norms, strict=True)}
-    if layer.moe is not None and config.moe is not None:
-        tensors |= moe_tensors(layer.moe, config.moe, mlp)
-    return tensors
+    return _tensors(layer_leaves(config, prefix, layer.moe is not None, inputs=layer.qkv.shape[0]), layer)
 
 
-def moe_tensors(moe: MoE, config: MoEConfig, prefix: str) -> dict[str, np.ndarray]:
-    """The checkpoint tensors of a router and its experts: the inverse of `moe_leaves`."""
-    tensors = {f"{prefix}{ROUTERS[config.names]}": np.ascontiguousarray(np.asarray(moe.router).T)}
-    if moe.selection_bias is not None:
-        tensors[f"{prefix}{SELECTION_BIAS}"] = np.asarray(moe.selection_bias)
-    for index, parts in enumerate(zip(np.asarray(moe.gate_up), np.asarray(moe.down), strict=True)):
-        tensors |= _swiglu_tensors(f"{prefix}{EXPERTS}{index}.", *parts)
-    return tensors
-
-
-def _swiglu_tensors(prefix: str, gate_up: np.ndarray, down: np.ndarray) -> dict[str, np.ndarray]:
-    parts = {"gate_proj": gate_up[:, 0], "up_proj": gate_up[:, 1], "down_proj": down}
-    return {f"{prefix}{name}.weight": np.ascontiguousarray(part.T) for name, part in parts.items()}
-
-
-def _leaf(tensors: tuple, read: Callable[[TensorSource, Window], np.ndarray]) -> Any:
-    """A `Leaf`, typed as anything: it stands where the tree of parameters will hold an array."""
-    return Leaf(tensors, read)
+def _tensors(leaves, params) -> dict[str, np.ndarray]:
+    made = jax.tree.map(lambda leaf, value: tensors_of(leaf, np.asarray(value)), leaves, params, is_leaf=is_leaf)
+    return {name: value for part in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, dict)) for name, value in part.items()}
 
 
 def _plain(name: str, shape: tuple[int, ...]) -> Any:
-    return Leaf(((name, shape),), lambda source, window: source.read(name, window))
+    axes = tuple(range(len(shape)))
+    return boxed(Box(name, tuple((size,) for size in shape), axes, (0,) * len(shape)))
 
 
 def _transposed(name: str, shape: tuple[int, int]) -> Any:
-    return Leaf(((name, shape),), lambda source, window: source.read(name, (window[1], window[0])).T)
+    return boxed(Box(name, ((shape[0],), (shape[1],)), (1, 0), (0, 0)))
 
 
 def _gate_up(prefix: str, width: int, inputs: int) -> Any:
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-    return Leaf(tuple((name, (width, inputs)) for name in names), functools.partial(_read_gate_up, names))
+    return boxed(*(Box(name, ((width, 1), (inputs,)), (2, 1, 0), (0, which, 0)) for which, name in enumerate(names)))
 
 
 def _stack(layers: tuple[Layer, ...]) -> Layer:
@@ -206,48 +278,10 @@ def _stack(layers: tuple[Layer, ...]) -> Layer:
 
 
 def _stack_leaves(*leaves: Leaf) -> Any:
-    return Leaf(tuple(tensor for leaf in leaves for tensor in leaf.tensors), _reader_of_stack(leaves))
+    """One parameter with a new leading axis: entry i comes from leaf i."""
+    return boxed(*(_behind(box, index) for index, leaf in enumerate(leaves) for box in leaf.boxes))
 
 
-def _reader_of_stack(leaves: tuple[Leaf, ...]) -> Callable[[TensorSource, Window], np.ndarray]:
-    return lambda source, window: np.stack([leaf.read(source, window[1:]) for leaf in leaves[window[0]]])
-
-
-def _head_rows(window: slice, size: int) -> slice:
-    return slice(window.start * size, window.stop * size)
-
-
-def _head_parts(config: TransformerConfig, groups: slice, parts: slice):
-    """(projection, first head, last head) runs that make up a window of [G, H/G + 2], group by group."""
-    queries = config.queries_per_kv
-    for group in range(groups.start, groups.stop):
-        if parts.start < queries:
-            yield 0, slice(group * queries + parts.start, group * queries + min(parts.stop, queries))
-        for projection in (1, 2):
-            if parts.start <= queries + projection - 1 < parts.stop:
-                yield projection, slice(group, group + 1)
-
-
-def _read_qkv(names: list[str], config: TransformerConfig, source: TensorSource, window: Window) -> np.ndarray:
-    d, groups, parts, within = window
-    e = config.head_dim
-    rows = [source.read(names[which], (_head_rows(heads, e), d)) for which, heads in _head_parts(config, groups, parts)]
-    fused = np.concatenate(rows).reshape(groups.stop - groups.start, parts.stop - parts.start, e, -1)[:, :, within]
-    return np.moveaxis(fused, -1, 0)
-
-
-def _read_qkv_bias(names: list[str], config: TransformerConfig, source: TensorSource, window: Window) -> np.ndarray:
-    groups, parts, within = window
-    e = config.head_dim
-    rows = [source.read(names[which], (_head_rows(heads, e),)) for which, heads in _head_parts(config, groups, parts)]
-    return np.concatenate(rows).reshape(groups.stop - groups.start, parts.stop - parts.start, e)[:, :, within]
-
-
-def _read_o(name: str, e: int, source: TensorSource, window: Window) -> np.ndarray:
-    heads, within, d = window
-    return source.read(name, (d, _head_rows(heads, e))).T.reshape(heads.stop - heads.start, e, -1)[:, within]
-
-
-def _read_gate_up(names: tuple[str, str], source: TensorSource, window: Window) -> np.ndarray:
-    d, which, f = window
-    return np.stack([source.read(name, (f, d)).T for name in names[which]], axis=1)
+def _behind(box: Box, index: int) -> Box:
+    parts = ((1, *box.parts[0]), *box.parts[1:])
+    return Box(box.name, parts, (0, *(axis + 1 for axis in box.order)), (index, *box.start))

@@ -1,4 +1,4 @@
-"""A target from disk: checked before anything is allocated, then read tensor by tensor straight to its sharding."""
+"""A target from disk: checked before anything is allocated, then read straight to its sharding (reading.py)."""
 
 import dataclasses
 import hashlib
@@ -12,9 +12,12 @@ import numpy as np
 from angelspec_jax import mesh as meshes
 from angelspec_jax import places
 from angelspec_jax import tokenizer as tokenizers
-from angelspec_jax.params import is_param, map_params
-from angelspec_jax.target import gguf, hf, layout
+from angelspec_jax.params import is_param
+from angelspec_jax.target import gguf, hf, layout, reading
 from angelspec_jax.target.config import TransformerConfig
+from angelspec_jax.target.gguf import GgufFile
+from angelspec_jax.target.safetensors_io import Checkpoint
+from angelspec_jax.target.torch_io import PickledCheckpoint
 from angelspec_jax.target.transformer import TargetParams, target_specs
 from angelspec_jax.tokenizer import Tokenizer
 
@@ -33,6 +36,7 @@ class Target:
     name: str
     source: Path
     fingerprint: str  # of configuration, tensor headers and the first bytes of every tensor: 16 hexadecimal digits
+    bytes_read: int = 0  # of the weights, by this process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Description:
     """What a source holds, known before any weight is read."""
 
     path: Path
-    tensors: layout.TensorSource
+    tensors: Checkpoint | PickledCheckpoint | GgufFile
     config: TransformerConfig
     prefix: str
     tokenizer: Tokenizer | None
@@ -61,6 +65,11 @@ class Requirement:
     available: int | None
     place: str
     dtype: np.dtype
+    quantize: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return f"{self.dtype}" if self.quantize is None else f"{self.quantize} and {self.dtype}"
 
     @property
     def fits(self) -> bool:
@@ -68,7 +77,7 @@ class Requirement:
 
     def __str__(self) -> str:
         shared = f" ({self.per_device / GIB:.2f} GiB on each of {self.devices} devices)" if self.devices > 1 else ""
-        need = f"the parameters take {self.total / GIB:.2f} GiB in {self.dtype}{shared}"
+        need = f"the parameters take {self.total / GIB:.2f} GiB in {self.kind}{shared}"
         if self.available is None:
             return f"{need}; {self.place} does not report its memory"
         verdict = "which fits" if self.fits else "which does not fit"
@@ -84,19 +93,25 @@ def load_target(
     rules=None,
     scan_layers: bool | None = None,
     need_tokenizer: bool = True,
+    quantize: str | None = None,
 ) -> Target:
     """Load a target from a Hugging Face directory or a GGUF file: a path, a hub id (at `revision`) or a `gs://` address.
 
-    `dtype` defaults to the file's on accelerators and to float32 on CPU; `scan_layers` to True on accelerators and False on CPU. With a
-    `mesh` every device's shard is read straight from the file; without one everything goes to the default device. `need_tokenizer=False`
-    accepts a checkpoint without a tokenizer, for work on token ids. Raises FileNotFoundError or ValueError with one sentence before any
-    large allocation when the source is missing, damaged, inconsistent or too large.
+    `dtype` defaults to the file's on accelerators and to float32 on CPU; `scan_layers` to True on accelerators and False on CPU.
+    `quantize="int8"` keeps the layers' matrices in 8 bits (embedding, head and norms stay as they are), which changes the model a little:
+    decoding is exact for the model that is then loaded. With a `mesh` every process reads what its devices hold straight from the file;
+    without one everything goes to the default device. `need_tokenizer=False` accepts a checkpoint without a tokenizer, for work on token
+    ids. Raises FileNotFoundError or ValueError with one sentence before any large allocation when the source is missing, damaged,
+    inconsistent or too large.
     """
     described = describe(source, revision)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     dtype = np.dtype(jnp.dtype(dtype)) if dtype is not None else np.dtype(np.float32) if on_cpu else described.dtype
-    config = dataclasses.replace(described.config, scan_layers=(not on_cpu) if scan_layers is None else scan_layers)
+    scan_layers = (not on_cpu) if scan_layers is None else scan_layers
+    config = dataclasses.replace(described.config, scan_layers=scan_layers, quantize=quantize)
+    if config.moe is not None:
+        config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, mesh=mesh))
     if described.tokenizer is None and need_tokenizer:
         raise ValueError(
             f"{source} has no tokenizer.json; add the model's (transformers' AutoTokenizer writes it with save_pretrained), "
@@ -108,9 +123,10 @@ def load_target(
     layout.check(described.tensors, leaves)
     needs = requirement(config, dtype, mesh, rules)
     if not needs.fits:
-        raise ValueError(f"{source} cannot be loaded here: {needs}; use a smaller dtype, more devices or a smaller model")
+        smaller = "a smaller dtype" if quantize else "a smaller dtype, quantize='int8'"
+        raise ValueError(f"{source} cannot be loaded here: {needs}; use {smaller}, more devices or a smaller model")
     return Target(
-        params=read_params(described.tensors, config, leaves, dtype, mesh, rules),
+        params=reading.read_params(described.tensors, config, leaves, dtype, mesh, rules),
         config=config,
         tokenizer=described.tokenizer,
         chat_template=described.chat_template,
@@ -118,6 +134,7 @@ def load_target(
         name=described.name,
         source=described.path,
         fingerprint=fingerprint(described.tensors, config, leaves),
+        bytes_read=described.tensors.meter.bytes,
     )
 
 
@@ -148,41 +165,20 @@ def requirement(config: TransformerConfig, dtype, mesh: jax.sharding.Mesh | None
     here = [jax.devices()[0]] if mesh is None else list(mesh.local_devices)
     devices = 1 if mesh is None else mesh.devices.size
     if here[0].platform == "cpu":
-        return Requirement(total, per_device, devices, per_device * len(here), _host_memory(), "this machine's memory", dtype)
+        need, place = per_device * len(here), "this machine's memory"
+        return Requirement(total, per_device, devices, need, _host_memory(), place, dtype, config.quantize)
     available = _device_memory(here[0])
-    return Requirement(total, per_device, devices, per_device, available, f"each {here[0].device_kind}", dtype)
-
-
-def read_params(tensors: layout.TensorSource, config: TransformerConfig, leaves, dtype, mesh=None, rules=None) -> TargetParams:
-    """Read every parameter to its sharding; at most one leaf is held on the host at a time beyond the shards themselves."""
-
-    def read(spec, leaf: layout.Leaf) -> jax.Array:
-        wanted = np.dtype(spec.dtype or dtype)
-        if mesh is None:
-            whole = leaf.read(tensors, tuple(slice(0, size) for size in spec.shape))
-            assert whole.shape == spec.shape, f"{leaf.tensors[0][0]} assembled as {whole.shape}, declared as {spec.shape}"
-            return jnp.asarray(np.ascontiguousarray(whole, wanted))
-        seen: dict[tuple, np.ndarray] = {}  # replicas ask for the same window
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            window = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index or (), spec.shape, strict=True))
-            key = tuple((part.start, part.stop) for part in window)
-            if key not in seen:
-                seen[key] = np.ascontiguousarray(leaf.read(tensors, window), wanted)
-            return seen[key]
-
-        return jax.make_array_from_callback(spec.shape, meshes.sharding(mesh, spec.axes, spec.shape, rules), shard)
-
-    return map_params(read, target_specs(config), leaves)
+    return Requirement(total, per_device, devices, per_device, available, f"each {here[0].device_kind}", dtype, config.quantize)
 
 
 def fingerprint(tensors: layout.TensorSource, config: TransformerConfig, leaves) -> str:
     """A cheap, stable checksum of a target: the same for any dtype, sharding or layer stacking it is loaded with."""
     digest = hashlib.sha256()
     # Fields at their default are left out, so a field added later does not change old fingerprints.
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name != "scan_layers" and value != field.default:
+    plain = config.plain()
+    for field in dataclasses.fields(plain):
+        value = getattr(plain, field.name)
+        if value != field.default:
             digest.update(f"{field.name}={value!r};".encode())
     names = {name for leaf in jax.tree.leaves(leaves, is_leaf=layout.is_leaf) for name, _ in leaf.tensors}
     for name in sorted(names):

@@ -13,24 +13,26 @@ from jaxtyping import Array, Float, Int
 
 from angelspec_jax import mesh as meshes
 from angelspec_jax.params import Param
+from angelspec_jax.target import int8
 from angelspec_jax.target.config import MoEConfig
 
 
 @struct.dataclass
 class MoE:
     router: jax.Array  # [D, X] float32
-    gate_up: jax.Array  # [X, D, 2, F]
-    down: jax.Array  # [X, F, D]
+    gate_up: int8.Weight  # [X, D, 2, F]
+    down: int8.Weight  # [X, F, D]
     selection_bias: jax.Array | None = None  # [X] float32, added to the scores that choose and not to those that weigh
 
 
-def moe_specs(config: MoEConfig, width: int) -> MoE:
+def moe_specs(config: MoEConfig, width: int, quantize: str | None = None) -> MoE:
     """Declaration of the router and the experts of one layer of a model of this width."""
     x, f = config.num_experts, config.intermediate_size
+    matrix = Param if quantize is None else lambda *args, **options: int8.specs(Param(*args, **options), lead=1)
     return MoE(
         router=Param((width, x), ("embed", None), dtype=jnp.float32),
-        gate_up=Param((x, width, 2, f), ("experts", None, None, None), scale=1 / math.sqrt(width)),
-        down=Param((x, f, width), ("experts", None, None), scale=1 / math.sqrt(f)),
+        gate_up=matrix((x, width, 2, f), ("experts", None, None, None), scale=1 / math.sqrt(width)),
+        down=matrix((x, f, width), ("experts", None, None), scale=1 / math.sqrt(f)),
         selection_bias=Param((x,), (None,), "zeros", dtype=jnp.float32) if config.selection_bias else None,
     )
 
@@ -38,12 +40,13 @@ def moe_specs(config: MoEConfig, width: int) -> MoE:
 def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     """Weighted sum of the chosen experts' SwiGLU, in float32.
 
-    Traced under `jax.set_mesh`, every device runs the experts it holds on the rows of its data shard, and the sums are added up. Without
-    that the partitioner decides, and it gathers all experts' weights on every device.
+    On a mesh, that of `jax.set_mesh` or else `config.mesh`, every device runs the experts it holds on the rows of its data shard, and the sums
+    are added up. Left to itself the partitioner would gather all experts' weights on every device.
     """
     rows = x.reshape(-1, x.shape[-1])
     chosen, weights = route(moe, config, rows)
     mesh = jax.sharding.get_abstract_mesh()
+    mesh = config.mesh if mesh.empty and config.mesh is not None else mesh
     spread = expert_axes(mesh, config.num_experts)
     if not spread:
         return experts(moe, rows, chosen, weights).reshape(x.shape)
@@ -92,10 +95,10 @@ def experts(
     own = jnp.where(held, own, count)  # sorted behind every group
     order = jnp.argsort(own, stable=True)
     sizes = jnp.bincount(own, length=count).astype(jnp.int32)
-    rows = x[order // chosen.shape[1]]
-    fused = jax.lax.ragged_dot(rows, moe.gate_up.reshape(count, width, 2 * hidden), sizes)
+    rows, expert = x[order // chosen.shape[1]], own[order]
+    fused = int8.grouped(rows, moe.gate_up.reshape(count, width, 2 * hidden), sizes, expert)
     active = jax.nn.silu(fused[:, :hidden]) * fused[:, hidden:]
-    out = jax.lax.ragged_dot(active, moe.down, sizes, preferred_element_type=jnp.float32)
+    out = int8.grouped(active, moe.down, sizes, expert, preferred_element_type=jnp.float32)
     # Back in the rows' order by a gather, whose sum over a row's experts has one order (a scatter's has not). What no group covered
     # is whatever the product left there.
     out = jnp.where(held[:, None], out[jnp.argsort(order)], 0.0)

@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from angelspec_jax.target.layout import Window
+from angelspec_jax.target.layout import Meter, Window
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -21,6 +22,8 @@ DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+SHORT = 1024  # bytes: shorter stretches are not read one by one, what lies between them is read along
+SPAN = 1 << 23  # bytes read along at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Checkpoint:
 
     path: Path
     entries: dict[str, Entry]
+    meter: Meter = dataclasses.field(default_factory=Meter, compare=False)
 
     def names(self) -> list[str]:
         return list(self.entries)
@@ -51,13 +55,18 @@ class Checkpoint:
         return self._entry(name).dtype
 
     def read(self, name: str, window: Window | None = None) -> np.ndarray:
-        """A window of a tensor (all of it by default) as a fresh array; only the pages it touches are read."""
+        """A window of a tensor (all of it by default) as a fresh array. Only the bytes it needs are read, or those of its rows if few."""
         entry = self._entry(name)
-        if not math.prod(entry.shape):
-            return np.zeros(entry.shape, entry.dtype)[window or ...]
-        # The map lives as long as this call, so pages of a tensor do not stay resident beside the parameters.
-        raw = np.memmap(entry.file, np.uint8, "r", entry.start, (entry.stop - entry.start,))
-        return np.array(raw.view(entry.dtype).reshape(entry.shape)[window or ...])
+        window = (slice(None),) * len(entry.shape) if window is None else window
+        spans = [slice(*part.indices(size)[:2]) for part, size in zip(window, entry.shape, strict=True)]
+        out = np.empty([max(span.stop - span.start, 0) for span in spans], entry.dtype)
+        if out.size:
+            descriptor = os.open(entry.file, os.O_RDONLY)
+            try:
+                _read_window(descriptor, entry, spans, out, self.meter)
+            finally:
+                os.close(descriptor)
+        return out
 
     def sample(self, name: str, size: int) -> bytes:
         """The first bytes of a tensor."""
@@ -70,6 +79,48 @@ class Checkpoint:
         if name not in self.entries:
             raise ValueError(f"{self.path} has no tensor {name}")
         return self.entries[name]
+
+
+def _read_window(descriptor: int, entry: Entry, spans: list[slice], out: np.ndarray, meter: Meter) -> None:
+    """Fill `out` with the window `spans` of a tensor, one stretch of consecutive bytes at a time."""
+    shape = entry.shape
+    split = max((axis for axis, span in enumerate(spans) if span != slice(0, shape[axis])), default=0)  # axes behind it are whole
+    inner = math.prod(shape[split + 1 :]) * entry.dtype.itemsize
+    run, first = (spans[split].stop - spans[split].start) * inner if shape else inner, spans[split].start * inner if shape else 0
+    stride = shape[split] * inner if shape else inner
+    rows = _row_starts(shape, spans, split, stride)
+    target = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    together = max(SPAN // stride, 1) if run < SHORT else 1
+    for begin in range(0, len(rows), together):
+        group = rows[begin : begin + together]
+        here = target[begin * run : (begin + len(group)) * run]
+        length = group[-1] - group[0] + run
+        if len(group) == 1 or length > SPAN + run:  # rows of different blocks may lie far apart
+            for index, row in enumerate(group):
+                _fill(descriptor, here[index * run : (index + 1) * run], entry.start + row + first, entry.file, meter)
+            continue
+        along = memoryview(bytearray(length))
+        _fill(descriptor, along, entry.start + group[0] + first, entry.file, meter)
+        for index, row in enumerate(group):
+            here[index * run : (index + 1) * run] = along[row - group[0] : row - group[0] + run]
+
+
+def _row_starts(shape: tuple[int, ...], spans: list[slice], split: int, stride: int) -> list[int]:
+    """Byte offset of every row of the axes before `split` that the window has."""
+    starts = [0]
+    for axis in range(split):
+        starts = [start * shape[axis] + index for start in starts for index in range(spans[axis].start, spans[axis].stop)]
+    return [start * stride for start in starts]
+
+
+def _fill(descriptor: int, target: memoryview, offset: int, file: Path, meter: Meter) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            raise ValueError(f"{file} ended at byte {offset + done} while it was read; it is being rewritten or was cut short")
+        done += count
+    meter.add(done)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -133,12 +184,13 @@ def _entry(path: Path, name: str, fields, base: int, size: int) -> Entry:
     return Entry(path, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def _open_index(index: Path) -> Checkpoint:
+def read_index(index: Path) -> dict[str, str]:
+    """The file of every tensor of a sharded checkpoint; all of them lie beside the index, which may name nothing else."""
     try:
         mapping = json.loads(index.read_text("utf-8"))["weight_map"]
         named = isinstance(mapping, dict) and all(isinstance(file, str) for file in mapping.values())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index} is not a readable index of safetensors shards: {error!r}") from None
+        raise ValueError(f"{index} is not a readable index of shards: {error!r}") from None
     if not named or not mapping:
         raise ValueError(f"{index}: weight_map should name the file of every tensor")
     for file in sorted(set(mapping.values())):
@@ -147,6 +199,11 @@ def _open_index(index: Path) -> Checkpoint:
             raise ValueError(f"{index} names {file!r}, which is not a plain file name in its own directory; refused")
         if not (index.parent / file).is_file():
             raise FileNotFoundError(f"{index} names {file}, which is not there; the checkpoint is incomplete, download it again")
+    return mapping
+
+
+def _open_index(index: Path) -> Checkpoint:
+    mapping = read_index(index)
     headers = {file: read_header(index.parent / file) for file in sorted(set(mapping.values()))}
     entries = {}
     for name, file in mapping.items():

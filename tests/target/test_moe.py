@@ -1,6 +1,7 @@
 """Mixture-of-experts targets: routing and grouped products against plain loops, spread experts, checkpoints in and out, config forms."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ from jax.sharding import PartitionSpec
 
 from angelspec_jax import mesh as meshes
 from angelspec_jax.params import initialize
-from angelspec_jax.target import hf, layout
+from angelspec_jax.target import hf, kv_cache, layout
+from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import MoEConfig, Rope, TransformerConfig
 from angelspec_jax.target.layers import rope_frequencies
 from angelspec_jax.target.loading import load_target
 from angelspec_jax.target.moe import moe_specs, routed
 from angelspec_jax.target.safetensors_io import open_checkpoint
-from angelspec_jax.target.transformer import Runs, layer_at, target_specs
+from angelspec_jax.target.transformer import Runs, forward, layer_at, target_specs
 
 QWEN3 = MoEConfig(num_experts=6, experts_per_token=2, intermediate_size=12, dense_layers=(1,))
 HUNYUAN = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=12, shared_size=24, names="hunyuan")
@@ -101,6 +103,30 @@ def test_spread_experts_give_the_same_sums(kind, axes):
     np.testing.assert_allclose(compiled(held, rows), by_loops(params, config, x), atol=1e-5)
     local = config.num_experts // (4 if len(axes) == 2 else 2)
     assert f"f32[{local},{WIDTH}," in compiled.as_text() and f"f32[{config.num_experts},{WIDTH}," not in compiled.as_text()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_loaded_model_gathers_no_expert(tmp_path, write_model, quantize):
+    """The whole forward pass as callers trace it, without a word about the mesh: its program moves rows, not experts."""
+    config = dataclasses.replace(model(HY3, scan_layers=True), head_dim=16)
+    write_model(tmp_path, config, architectures=[FORMS["hy3"][0]], **FORMS["hy3"][1])
+    mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
+    alone, spread = (load_target(tmp_path, mesh=on, scan_layers=True, need_tokenizer=False, quantize=quantize) for on in (None, mesh))
+    tokens = jnp.arange(ROWS, dtype=jnp.int32)
+
+    def run(params, config, tokens):
+        rows = uniform_rows(jnp.zeros(1, jnp.int32), ROWS, causal=True)
+        return forward(params, config, tokens, jnp.arange(ROWS, dtype=jnp.int32), rows, kv_cache.create(config, 1, 16))[1]
+
+    compiled = jax.jit(run, static_argnums=1).lower(spread.params, spread.config, jax.device_put(tokens, meshes.replicated(mesh))).compile()
+    held = HY3.num_experts // 4
+    dims = re.findall(r"\w+\[([\d,]+)\]\S* all-gather", compiled.as_text())
+    assert not [shape for shape in dims if shape.startswith(f"{HY3.num_experts},{WIDTH},") or f",{HY3.num_experts},{WIDTH}," in shape]
+    assert f"[{held},{WIDTH}," in compiled.as_text() or f",{held},{WIDTH}," in compiled.as_text()
+    assert f"[{HY3.num_experts},{WIDTH}," not in compiled.as_text()
+    out = jax.jit(run, static_argnums=1)(spread.params, spread.config, jax.device_put(tokens, meshes.replicated(mesh)))
+    np.testing.assert_allclose(out, jax.jit(run, static_argnums=1)(alone.params, alone.config, tokens), atol=1e-4)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
