@@ -336,7 +336,7 @@ def _fused(objective, blocks, head, teacher_head, grid) -> tuple[Array, BlockTer
     teacher_consts: list[Array] = []
     if blocks.teacher is not None:
         teacher_head, teacher_consts = jax.closure_convert(teacher_head, example(blocks.teacher))
-    frozen = (jax.lax.stop_gradient(teacher_consts), blocks.teacher, blocks.labels, blocks.mask)
+    frozen = (jax.lax.stop_gradient(teacher_consts), blocks.teacher, blocks.labels, blocks.mask, blocks.scale)
 
     def terms_of(student, consts, teacher_consts, part):
         part = dataclasses.replace(part, student=student)
