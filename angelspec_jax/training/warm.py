@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from angelspec_jax.data.features import target_features
 from angelspec_jax.drafter import layouts_mtp
 from angelspec_jax.drafter.block import BlockDrafter
 from angelspec_jax.drafter.eagle3 import Eagle3
@@ -34,7 +35,7 @@ def start(drafter: Drafter, target: Target):
         return dataclasses.replace(params, layers=layers, context=_context(params, layers))
     if isinstance(params, MTP):
         carried = _carried(drafter, target)
-        return _last_layer_mtp(params, target) if carried is None else carried
+        return _last_layer_mtp(params, drafter, target) if carried is None else carried
     if isinstance(params, Eagle3):
         return _last_layer_eagle3(params, drafter, target)
     raise ValueError(f"a drafter of the family {drafter.config.family} has nothing to train")
@@ -48,11 +49,32 @@ def _context(params: BlockDrafter, layers: tuple[Layer, ...]):
     return dataclasses.replace(params.context, kv=kv)
 
 
-def _last_layer_mtp(params: MTP, target: Target) -> MTP:
+def _last_layer_mtp(params: MTP, drafter: Drafter, target: Target) -> MTP:
+    """The target's last layer over its own residual stream, of which hidden state and norms tell direction and `_residual_scale` the size.
+
+    Only then does the layer weigh against what it is added to as in the target; the embedding, small beside it, is left to training. (On
+    SmolLM2 the loss after 20 steps is 4.9, and 5.9 after ten where the stream is five times too small.)
+    """
     layer = _copy(params.layer, layer_at(target.params.layers, target.config.num_layers - 1))
-    through = jnp.eye(params.norm.shape[0], dtype=params.projection.dtype)
-    norm = jnp.array(target.params.final_norm, params.norm.dtype)
-    return dataclasses.replace(params, layer=layer, norm=norm, projection=jnp.concatenate([through, through]))
+    final, width = jnp.array(target.params.final_norm, params.norm.dtype), params.norm.shape[0]
+    size = jnp.sqrt(jnp.mean(jnp.square(final)))
+    undone = jnp.where(jnp.abs(final) > 0.05 * size, size / final, 0.0)
+    postnorm = isinstance(drafter.config, MTPConfig) and drafter.config.input_postnorm
+    through = _residual_scale(target) * jnp.eye(width, dtype=params.projection.dtype)
+    return dataclasses.replace(
+        params,
+        layer=layer,
+        norm=final,
+        hidden_norm=undone if postnorm else params.hidden_norm,
+        projection=params.projection.at[width:].set(through),
+    )
+
+
+def _residual_scale(target: Target) -> float:
+    """Root mean square of the last layer's input: the median over a few arbitrary tokens, as first positions may be a hundred times larger."""
+    tokens = jnp.linspace(0, target.config.vocab_size - 1, 64).astype(jnp.int32)[None]
+    states = target_features(target.params, target.config, tokens, (target.config.num_layers - 2,), jnp.float32)[0, :, 0]
+    return float(jnp.median(jnp.sqrt(jnp.mean(jnp.square(states), axis=-1))))
 
 
 def _last_layer_eagle3(params: Eagle3, drafter: Drafter, target: Target) -> Eagle3:
