@@ -71,7 +71,7 @@ def _last_layer_mtp(params: MTP, drafter: Drafter, target: Target) -> MTP:
 
 
 def _residual_scale(target: Target) -> float:
-    """Root mean square of the last layer's input: the median over a few arbitrary tokens, as first positions may be a hundred times larger."""
+    """Root mean square of the last layer's input: the median over some arbitrary tokens, as first ones may be a hundred times larger."""
     tokens = jnp.linspace(0, target.config.vocab_size - 1, 64).astype(jnp.int32)[None]
     states = target_features(target.params, target.config, tokens, (target.config.num_layers - 2,), jnp.float32)[0, :, 0]
     return float(jnp.median(jnp.sqrt(jnp.mean(jnp.square(states), axis=-1))))
