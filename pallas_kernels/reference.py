@@ -28,8 +28,8 @@ def tree_attention(
     uniform: bool = False,
     scale: float,
     window: int | None = None,
-    k_scale: Float[Array, "P G scaled"] | None = None,
-    v_scale: Float[Array, "P G scaled"] | None = None,
+    k_scale: Float[Array, "P G 1 scaled"] | None = None,
+    v_scale: Float[Array, "P G 1 scaled"] | None = None,
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows to their request's cached prefix and to the rows in flight that they may see.
 
@@ -69,7 +69,7 @@ def tree_attention(
             index = table[:, column]
             seen = _prefix_mask(prefix_length, position, column * page, page, window)
             keys, values = (k_cache[index], v_cache[index]) if v_cache is not None else jnp.split(k_cache[index], 2, axis=-1)
-            k_factor, v_factor = (None if x is None else x[index][:, :, None, None, :] for x in (k_scale, v_scale))
+            k_factor, v_factor = (None if x is None else x[index][:, :, None] for x in (k_scale, v_scale))
             values = values if v_factor is None else values.astype(q.dtype)
             return _accumulate(statistics, _scores(queries, keys, seen, scale, factor=k_factor), values, v_factor)
 
@@ -84,7 +84,7 @@ def tree_attention(
     request = jnp.searchsorted(row_start[1:], jnp.arange(rows, dtype=row_start.dtype), side="right")
     request = jnp.minimum(request, requests - 1)
     offset = jnp.arange(rows, dtype=jnp.int32) - row_start[request]
-    owned = (offset < max_rows) & (jnp.arange(rows) < row_start[-1])
+    owned = (offset >= 0) & (offset < max_rows) & (jnp.arange(rows) < row_start[-1])
     return jnp.where(owned[:, None, None], out[request, jnp.clip(offset, 0, max_rows - 1)], jnp.zeros((), q.dtype))
 
 

@@ -93,8 +93,8 @@ def tree_attention(
     uniform: bool = False,
     scale: float,
     window: int | None = None,
-    k_scale: Float[Array, "P G scaled"] | None = None,
-    v_scale: Float[Array, "P G scaled"] | None = None,
+    k_scale: Float[Array, "P G 1 scaled"] | None = None,
+    v_scale: Float[Array, "P G 1 scaled"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows to their request's cached prefix and to the rows in flight that they may see.
@@ -160,12 +160,12 @@ def tree_attention(
 
 
 def _scales(scales, table, page: int, blocks: Blocks):
-    """Scales per token as rows of lanes [P, G, 1, page]; those per page as a step needs them, [R, steps, G, 1, pages of a step]."""
-    if scales.shape[2] == page and page > 1:
-        return scales.astype(jnp.float32)[:, :, None, :]
+    """Scales per token as they are, [P, G, 1, page]; those per page as a step needs them, [R, steps, G, 1, pages of a step]."""
+    if scales.shape[3] == page:
+        return scales.astype(jnp.float32)
     steps = -(-table.shape[1] // blocks.pages)
     columns = jnp.pad(table, ((0, 0), (0, steps * blocks.pages - table.shape[1])))
-    gathered = scales[:, :, 0].astype(jnp.float32)[columns].reshape(table.shape[0], steps, blocks.pages, -1)
+    gathered = scales[:, :, 0, 0].astype(jnp.float32)[columns].reshape(table.shape[0], steps, blocks.pages, -1)
     return jnp.swapaxes(gathered, 2, 3)[:, :, :, None, :]
 
 

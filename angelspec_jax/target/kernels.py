@@ -28,19 +28,19 @@ def tree_attention(q, k, v, k_cache, v_cache, table, rows, positions, layer=None
     arrays |= {"start": rows.row_start[:-1], "end": rows.row_start[1:], "ancestors": rows.ancestors, "prefix_length": rows.prefix_length}
     options = {"causal": rows.causal, "max_rows": rows.max_rows, "uniform": rows.uniform, "scale": scale, "window": window}
     pages = k_cache.shape[0 if layer is None else 1]
-    batch, heads = _spread((rows.prefix_length.shape[0], q.shape[0], pages), k.shape[1])
-    cache = PartitionSpec(*(() if layer is None else (None,)), batch, heads)
-    specs = dict.fromkeys(arrays, PartitionSpec(batch)) | dict.fromkeys("qkv", PartitionSpec(batch, heads))
-    specs |= {"k_cache": cache, "v_cache": cache, "layer": PartitionSpec()}
-    return _mapped(functools.partial(_tree_attention, batch, options), arrays, specs, PartitionSpec(batch, heads))
+    batch, heads = _spread((rows.prefix_length.shape[0], pages), k.shape[1])
+    # Rows of unequal number do not split where requests do: every device has all of them, answers its own, and the answers are added up.
+    own = batch if rows.uniform else None
+    row, cache = PartitionSpec(own, heads), PartitionSpec(*(() if layer is None else (None,)), batch, heads)
+    specs = dict.fromkeys(arrays, PartitionSpec(own)) | dict.fromkeys("qkv", row) | {"k_cache": cache, "v_cache": cache}
+    specs |= dict.fromkeys(("table", "prefix_length", "start", "end"), PartitionSpec(batch)) | {"layer": PartitionSpec()}
+    return _mapped(functools.partial(_tree_attention, batch, options), arrays, specs, row)
 
 
 def _tree_attention(batch, options, arrays):
-    """One device's requests: its rows start at 0 and its pages are numbered from 0."""
+    """One device's requests, whose pages are numbered from 0; rows of equal number are its own, others are everyone's."""
     q, k_cache, v_cache, table = (arrays.get(name) for name in ("q", "k_cache", "v_cache", "table"))
-    shift = _index(batch) * q.shape[0]
-    bounds = jnp.concatenate([arrays["start"], arrays["end"][-1:]]) - shift
-    row_start = jnp.clip(bounds, 0, q.shape[0])
+    row_start = jnp.concatenate([arrays["start"], arrays["end"][-1:]]) - (_index(batch) * q.shape[0] if options["uniform"] else 0)
     if "layer" in arrays:
         pages = k_cache.shape[1]
         k_cache, v_cache = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -51,8 +51,10 @@ def _tree_attention(batch, options, arrays):
     inputs += (row_start, arrays["ancestors"], arrays["prefix_length"], arrays["positions"])
     twin = functools.partial(reference.tree_attention, **options)
     if table is None:  # slots are the layout of CPU and GPU; the kernel reads pages
-        return twin(*inputs)
-    return jax.lax.platform_dependent(*inputs, tpu=functools.partial(tree_attention_kernel, **options), default=twin)
+        out = twin(*inputs)
+    else:
+        out = jax.lax.platform_dependent(*inputs, tpu=functools.partial(tree_attention_kernel, **options), default=twin)
+    return out if batch is None or options["uniform"] else jax.lax.psum(out, batch)
 
 
 def cache_commit(pages, new, table, request, positions, accepted):

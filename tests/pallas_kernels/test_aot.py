@@ -56,7 +56,7 @@ def test_tree_attention(chip, heads, groups, size, dtype, cache_dtype, window, s
     arguments = _tree_arguments(8 * 8, 8, heads, groups, size, 128, 64, dtype, cache_dtype)
     options = {"causal": False, "max_rows": 8, "uniform": True, "scale": 0.1, "window": window}
     pages = arguments[3]
-    factors = [] if scaled is None else [jax.ShapeDtypeStruct((*pages.shape[:2], 128 if scaled == "token" else 1), jnp.float32)] * 2
+    factors = [] if scaled is None else [jax.ShapeDtypeStruct((*pages.shape[:2], 1, 128 if scaled == "token" else 1), jnp.float32)] * 2
 
     def attend(factors, *arguments):
         return tree_attention(*arguments, **options, **dict(zip(("k_scale", "v_scale"), factors, strict=False)))

@@ -197,9 +197,10 @@ def test_int8_pages(scaled, packed):
     )
     axes = -1 if scaled == "token" else (-2, -1)
     scales = [jnp.max(jnp.abs(x), axis=axes) / 127 + 1e-6 for x in (k_pages, v_pages)]
-    scales = [x if scaled == "token" else x[..., None] for x in scales]
-    integers = [jnp.round(x / s[..., None]).astype(jnp.int8) for x, s in zip((k_pages, v_pages), scales, strict=True)]
-    wide = [x.astype(jnp.float32) * s[..., None] for x, s in zip(integers, scales, strict=True)]
+    scales = [x[:, :, None, :] if scaled == "token" else x[:, :, None, None] for x in scales]
+    factors = [jnp.swapaxes(x, 2, 3) for x in scales]
+    integers = [jnp.round(x / f).astype(jnp.int8) for x, f in zip((k_pages, v_pages), factors, strict=True)]
+    wide = [x.astype(jnp.float32) * f for x, f in zip(integers, factors, strict=True)]
     rest = (table, row_start, ancestors, prefix, positions)
     options = {"causal": False, "scale": 0.125, "max_rows": 8}
     pages = _packed((*start, *integers, *rest)) if packed else (*start, *integers, *rest)

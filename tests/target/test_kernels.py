@@ -63,15 +63,20 @@ def test_tree_attention(mesh, layout):
 
 
 def test_rows_of_unequal_number(mesh):
-    """Each of the four batch shards holds one request and the same number of rows, not all of which belong to it."""
-    rows = uniform_rows(jnp.array([0, 3, 11, 12], jnp.int32), WIDTH)
-    ragged = rows.replace(uniform=False)
+    """Requests with 3, 0, 1 and 2 rows, and rows of no request behind: nothing splits by the four batch shards but the pages."""
+    rows = uniform_rows(jnp.array([9, 3, 11, 12], jnp.int32), WIDTH)
+    counts = np.array([3, 0, 1, 2])
+    start = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
+    picked = np.concatenate([np.arange(3), [6], [9, 10]])  # the same rows where every request has three
+    ragged = rows.replace(uniform=False, row_start=start, ancestors=rows.ancestors[np.pad(picked, (0, 1))])
     q, k, v = (_draw(REQUESTS * WIDTH, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS))
     positions = jnp.arange(REQUESTS * WIDTH, dtype=jnp.int32)
     pages, table = _paged()
     run = functools.partial(kernels.tree_attention, scale=0.3, window=None)
-    got = _compare(mesh, run, q, k, v, *pages, table, ragged, positions)
-    np.testing.assert_allclose(got, run(q, k, v, *pages, table, rows, positions), atol=2e-6)
+    few = (x[np.pad(picked, (0, 1))] for x in (q, k, v))
+    got = _compare(mesh, run, *few, *pages, table, ragged, positions[:7])
+    np.testing.assert_allclose(got[:6], run(q, k, v, *pages, table, rows, positions)[picked], atol=2e-6)
+    assert not np.any(got[6])
 
 
 @pytest.mark.parametrize("layers", [(), (3,)], ids=["one layer", "stacked"])
