@@ -170,7 +170,8 @@ def _transformer(source: Renamed, settings: Mapping[str, Any], answers: Override
     model = hf.parse_config(values, file)
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     if model.num_layers != 1 or layers != {"0"}:
-        raise ValueError(f"{file} describes an EAGLE-3 drafter of {max(model.num_layers, len(layers))} layers, which is not supported; one is")
+        count = max(model.num_layers, len(layers))
+        raise ValueError(f"{file} describes an EAGLE-3 drafter of {count} layers, which is not supported; one is")
     if settings.get("target_hidden_size") not in (None, model.hidden_size):
         raise ValueError(f"{file}: target_hidden_size differs from hidden_size {model.hidden_size}, which is not supported")
     norms = f"{LAYER}self_attn.q_norm.weight" in names
@@ -217,8 +218,8 @@ def _taps(source: Renamed, settings: Mapping[str, Any], answers: Overrides, widt
     shape = source.shape("fc.weight") if "fc.weight" in source.names() else ()
     if len(shape) == 2 and shape[1] != len(ids) * width:
         raise ValueError(
-            f"{where}: fc.weight has shape {list(shape)}, that is {shape[1] / width:g} target layers of width {width}, but the layer ids are "
-            f"{list(ids)}; pass the right ones with taps="
+            f"{where}: fc.weight has shape {list(shape)}, that is {shape[1] / width:g} target layers of width {width}, but the layer ids "
+            f"are {list(ids)}; pass the right ones with taps="
         )
     return tuple(ids), depth
 
