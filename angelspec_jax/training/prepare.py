@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from angelspec_jax import places
 from angelspec_jax.config import DataSection, DrafterSection, Stage, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, pipeline
@@ -215,9 +216,10 @@ def check_initial(init: str, config: AnyConfig) -> None:
     """Raise FileNotFoundError or ValueError when `drafter.init` names a folder whose drafter is not of the run's shape."""
     if init in ("random", "target"):
         return
-    if not Path(init).is_dir():
+    folder = places.resolve(init)
+    if not folder.is_dir():
         raise FileNotFoundError(f"drafter.init {init!r} is neither random nor target nor the folder of a saved drafter")
-    found, wanted = layouts.read(init).config, config
+    found, wanted = layouts.read(folder).config, config
     if type(found) is not type(wanted):
         raise ValueError(f"drafter.init {init} holds a drafter of the family {found.family}, this run trains one of {wanted.family}")
     layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
