@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from angelspec_jax.drafter.layouts import Checkpoint
     from angelspec_jax.drafter.loading import Drafter
     from angelspec_jax.processes import Cluster
     from angelspec_jax.target.loading import Target
@@ -80,6 +81,7 @@ Coordinator = Annotated[str | None, typer.Option(envvar="ANGELSPEC_COORDINATOR",
 Processes = Annotated[int | None, typer.Option("--processes", envvar="ANGELSPEC_PROCESSES", help="How many processes work together.")]
 ProcessId = Annotated[int | None, typer.Option(envvar="ANGELSPEC_PROCESS_ID", help="Number of this process, from 0.")]
 Timeout = Annotated[int, typer.Option(min=1, help="Seconds without a sign of life until another process counts as lost.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="What the checkpoint leaves open, such as mask_token=151669.")]
 Capacity = Annotated[int | None, typer.Option(min=2, help="Tokens a request can hold, prompt included; fixes the compiled shape.")]
 
 
@@ -379,21 +381,43 @@ def bench_step(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A drafter directory of any layout that is read.")],
+    source: Annotated[str, typer.Argument(help="A drafter of any layout that is read: a directory, a hub id or a gs:// address.")],
     destination: Annotated[Path, typer.Argument(help="The directory to write; it must not exist.")],
-    layout: Annotated[str, typer.Option(help="angelspec, zlab or deepspec.")],
-    override: Annotated[list[str] | None, typer.Option("--set", help="What the checkpoint leaves open, such as mask_token=151669.")] = None,
+    layout: Annotated[str, typer.Option(help="zlab, angelspec, deepspec, specforge or vllm; native holds every drafter of ours.")],
+    target: Annotated[str | None, typer.Option("--target", "-t", help="Copy its embedding and head where the layout has them.")] = None,
+    override: Settings = None,
 ) -> None:
     """Rewrite a drafter checkpoint in another project's layout; the tensors keep their bits."""
     if destination.exists():
         raise ValueError(f"{destination} exists; name a directory that does not")
-    answers = {key: tuple(value) if isinstance(value, list) else value for key, value in _pairs(override, "--set").items()}
+    answers = _answers(override)
+    console = _start()
+    from angelspec_jax import places
     from angelspec_jax.drafter import layouts
+    from angelspec_jax.evaluation import report
 
-    found = layouts.read(source, **answers)
-    layouts.write(destination, found.params, found.config, found.card, layout, draft_ids=found.draft_ids)
-    for name, value in layouts.describe(found.config).items():
-        typer.echo(f"{name}: {value}")
+    found = layouts.read(places.resolve(source), **answers)
+    copies = {} if target is None else _copies(target, found)
+    layouts.write(destination, found.params, found.config, found.card, layout, draft_ids=found.draft_ids, **copies)
+    console.print(report.checkpoint_table(f"{source} as {layout} in {destination}", found.report))
+    if layout == "deepspec" and target is None:
+        typer.echo("DeepSpec's own checkpoints also hold copies of the target's embedding and head; --target TARGET adds them", err=True)
+
+
+@app.command()
+def inspect(
+    drafter: Annotated[str, typer.Argument(help="A drafter of any layout that is read: a directory, a hub id or a gs:// address.")],
+    override: Settings = None,
+) -> None:
+    """Say what a drafter checkpoint is and what says so, without a target."""
+    answers = _answers(override)
+    console = _start()
+    from angelspec_jax import places
+    from angelspec_jax.drafter import layouts
+    from angelspec_jax.evaluation import report
+
+    found = layouts.read(places.resolve(drafter), **answers)
+    console.print(report.checkpoint_table(drafter, found.report))
 
 
 @app.command()
@@ -490,6 +514,26 @@ def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: 
 
 def _switches(given: list[str] | None) -> dict[str, Any]:
     return _pairs(given, "--template")
+
+
+def _answers(given: list[str] | None) -> dict[str, Any]:
+    """What --set answers about a drafter checkpoint."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in _pairs(given, "--set").items()}
+
+
+def _copies(target: str, found: "Checkpoint") -> dict[str, Any]:
+    """The target's embedding and head in the dtype of the drafter's matrices, which must fit it."""
+    import jax
+    import numpy as np
+
+    from angelspec_jax.drafter.card import check_shapes
+    from angelspec_jax.target.loading import load_target
+    from angelspec_jax.target.transformer import head_rows
+
+    model = load_target(_find_target(target), need_tokenizer=False)
+    check_shapes(found.config, model)
+    dtype = max((np.asarray(leaf).dtype for leaf in jax.tree.leaves(found.params) if leaf.ndim > 1), key=lambda dtype: dtype.itemsize)
+    return {"embed": np.asarray(model.params.embed, dtype), "lm_head": np.asarray(head_rows(model.params), dtype)}
 
 
 def _pairs(given: list[str] | None, option: str) -> dict[str, Any]:

@@ -6,11 +6,15 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from angelspec_jax import text
 from angelspec_jax.cli import app, expected
+from angelspec_jax.drafter.loading import create_drafter, save_drafter
 from angelspec_jax.evaluation import step_costs
 
 pytest_plugins = ["toy_model"]
@@ -109,10 +113,30 @@ def test_bench_step(toy_directory, drafter_directory, monkeypatch, tmp_path):
 
 
 def test_convert_keeps_the_drafter(drafter_directory, tmp_path):
-    assert "family: dfly" in run("convert", drafter_directory, "copy", "--layout", "angelspec").stdout
+    told = run("convert", drafter_directory, "copy", "--layout", "angelspec").stdout
+    assert "architecture Qwen3DFlyModel" in told
+    assert "dfly" in told
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (drafter_directory / "model.safetensors").read_bytes()
     assert "copy exists; name a directory that does not" in refused("convert", drafter_directory, "copy", "--layout", "angelspec")
     assert "no place for the fusion weights" in refused("convert", drafter_directory, "other", "--layout", "zlab")
+
+
+def test_inspect_names_the_flag_that_answers_what_is_open(toy_target, toy_directory, tmp_path):
+    drafter = create_drafter(
+        toy_target, jax.random.key(2), family="dspark", layout="anchor_first", rank=4, mask_token=258, block_size=4, num_layers=1, taps=2
+    )
+    save_drafter(tmp_path / "own", drafter)
+    run("convert", "own", "deepspec", "--layout", "deepspec", "-t", toy_directory)
+    copies = load_file(tmp_path / "deepspec" / "model.safetensors")
+    np.testing.assert_array_equal(copies["lm_head.weight"], toy_target.params.lm_head)
+    assert "--target TARGET adds them" in run("convert", "own", "bare", "--layout", "deepspec").stderr
+    run("convert", "bare", "forge", "--layout", "specforge")
+    settings = json.loads((tmp_path / "forge" / "config.json").read_text())
+    del settings["dflash_config"]["mask_token_id"]
+    (tmp_path / "forge" / "config.json").write_text(json.dumps(settings))
+    assert "--set mask_token=151669" in refused("inspect", "forge")
+    told = run("inspect", "forge", "--set", "mask_token=258").stdout
+    assert all(word in told for word in ("dspark", "markov_vanilla of rank 4", "SpecForge's projector_type dspark", "given"))
 
 
 def test_doctor(toy_directory):

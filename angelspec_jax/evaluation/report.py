@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.markup import escape
 from rich.table import Table
 
+from angelspec_jax.drafter.layouts import Report
 from angelspec_jax.evaluation.calibration import Quality
 from angelspec_jax.evaluation.step_costs import StepCosts
 from angelspec_jax.evaluation.tau import Acceptance
@@ -72,6 +74,16 @@ def calibration_table(title: str, found: Mapping[str, tuple[Quality, Quality]], 
     for domain, pair in found.items():
         errors = [f"{100 * sum(quality.ece) / len(quality.ece):.1f}" for quality in pair]
         table.add_row(domain, str(pair[0].rounds), *errors, *(mean(q.brier) for q in pair), *(mean(q.auroc) for q in pair))
+    return table
+
+
+def checkpoint_table(title: str, report: Report) -> Table:
+    """What a reader decided about a drafter checkpoint, and what says so."""
+    table = Table(title=title, title_justify="left")
+    for name in ("what", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for row in report.rows:
+        table.add_row(*(escape(cell) for cell in row))
     return table
 
 
