@@ -135,7 +135,8 @@ class OptimizationSection:
 
     steps: int = 10_000
     batch_size: int = 8  # sequences a step, over all processes
-    anchors: int = 32  # A: blocks per sequence
+    max_documents: int = 1  # conversations that may share a row of data.max_length tokens, isolated from each other; 1: no packing
+    anchors: int = 32  # A: blocks per row
     anchor_rule: Literal["label", "anchor", "both"] = "label"  # where blocks may start, see training.anchors
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4
@@ -159,7 +160,7 @@ class OptimizationSection:
     seed: int = 0
 
     def __post_init__(self):
-        _positive(self, "steps", "batch_size", "anchors", "chunk", "save_every", "keep", "log_every", "accumulate")
+        _positive(self, "steps", "batch_size", "anchors", "chunk", "save_every", "keep", "log_every", "accumulate", "max_documents")
         if self.batch_size % self.accumulate:
             raise ValueError(f"batch_size {self.batch_size} must be a multiple of accumulate ({self.accumulate})")
         if not 0 < self.decay <= 1:

@@ -1,4 +1,4 @@
-"""Conversations in JSONL files: reading, splitting off what is held out, and counting tokens."""
+"""Conversations in JSONL files and Hugging Face datasets: reading, splitting off what is held out, and counting tokens."""
 
 import dataclasses
 import gzip
@@ -6,10 +6,12 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+HUB = "hf://"
 KEYS = ("conversations", "messages")  # where a line keeps its turns
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for roles
 
@@ -28,17 +30,19 @@ class Conversation:
 
 
 def read(paths: Sequence[str | Path], domains: Sequence[str] | None = None) -> list[Conversation]:
-    """The conversations of JSONL or JSONL.gz files, those of `domains` only when given.
+    """The conversations of some sources, those of `domains` only when given.
 
-    A line without an id takes its number over all files, counted before any selection, so that a selection never moves a conversation
-    between training and validation. Raises FileNotFoundError, or ValueError naming file and line.
+    A source is a JSONL or JSONL.gz file; or, with the `datasets` extra, a parquet file, a folder that `datasets` saved, or a data set of
+    the hub as `hf://owner/name` or `hf://owner/name/subset`, with `:split` after it (default train). Its records look like a line's. A
+    record without an id takes its number over all sources, counted before any selection, so that a selection never moves a conversation
+    between training and validation. Raises FileNotFoundError, or ValueError naming source and record.
     """
     found: list[Conversation] = []
     seen_domains: set[str] = set()
     number = 0
     for path in paths:
-        for line, text in _lines(Path(path)):
-            conversation = _parse(text, number, f"{path}, line {line}")
+        for place, record in _records(path):
+            conversation = _parse(record, number, place)
             number += 1
             seen_domains.add(conversation.domain)
             if domains is None or conversation.domain in domains:
@@ -85,6 +89,46 @@ def rank_vocabulary(counts: Int[np.ndarray, "V"], size: int, always: Iterable[in
     return np.sort(order[:size]).astype(np.int32)
 
 
+def _records(source: str | Path) -> Iterator[tuple[str, Any]]:
+    """Where each record of a source stands, and what it holds."""
+    if not _is_dataset(source):
+        for line, text in _lines(Path(source)):
+            place = f"{source}, line {line}"
+            try:
+                yield place, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: not valid JSON ({error})") from error
+        return
+    for number, record in enumerate(_dataset(source)):
+        yield f"{source}, record {number}", {name: value for name, value in record.items() if value is not None}
+
+
+def _is_dataset(source: str | Path) -> bool:
+    return str(source).startswith(HUB) or Path(source).suffix == ".parquet" or (Path(source) / "dataset_info.json").is_file()
+
+
+def _dataset(source: str | Path):
+    """A Hugging Face data set. Raises ValueError where the `datasets` package or the data set is missing."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"reading {source} needs the datasets package: pip install 'angelspec-jax[datasets]'") from error
+    name, path = str(source), Path(source)
+    if not name.startswith(HUB) and not path.exists():
+        raise FileNotFoundError(f"conversations file {path} does not exist")
+    try:
+        if path.is_dir():
+            return datasets.load_from_disk(str(path))
+        if not name.startswith(HUB):
+            return datasets.load_dataset("parquet", data_files=str(path), split="train")
+        place, _, split = name.removeprefix(HUB).partition(":")
+        owner, *rest = place.split("/")
+        return datasets.load_dataset("/".join([owner, *rest[:1]]), *rest[1:2], split=split or "train")
+    except Exception as error:  # the package raises errors of many kinds, its own and those of the network
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source} cannot be read as a data set: {reason}") from error
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.is_file():
         raise FileNotFoundError(f"conversations file {path} does not exist")
@@ -101,14 +145,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path} is damaged after line {number}: {error}; fetch or write the file again") from error
 
 
-def _parse(text: str, number: int, place: str) -> Conversation:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not valid JSON ({error})") from error
+def _parse(record: Any, number: int, place: str) -> Conversation:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: must be a JSON object, found {type(record).__name__}")
     turns = next((record[key] for key in KEYS if key in record), None)
+    if isinstance(turns, list):  # columns of a data set hold every key of every turn, None where a turn lacks it
+        turns = [{k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else turn for turn in turns]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{place}: needs a non-empty list of turns under {' or '.join(map(repr, KEYS))}")
     identity = record.get("id", number)

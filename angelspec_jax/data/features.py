@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from angelspec_jax.target import kv_cache
-from angelspec_jax.target.attention import uniform_rows
+from angelspec_jax.target.attention import Rows, uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams, forward
 
@@ -147,16 +148,53 @@ def _build_shard(folder, shard, samples, params, config, taps, batch):
         _atomic(_path(folder, name, shard), functools.partial(_save, array=array))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "taps", "dtype"))
-def target_features(params: TargetParams, config: TransformerConfig, tokens, taps: tuple[int, ...], dtype=jnp.bfloat16):
-    """Tapped features and final hidden state of whole sequences, [B, S, T + 1, D]: one causal pass, nothing cached."""
+@functools.partial(jax.jit, static_argnames=("config", "taps", "dtype", "most"))
+def target_features(
+    params: TargetParams,
+    config: TransformerConfig,
+    tokens: Int[Array, "B S"],
+    taps: tuple[int, ...],
+    dtype=jnp.bfloat16,
+    documents: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
+    most: int = 1,
+) -> Float[Array, "B S T+1 D"]:
+    """Tapped features and final hidden state of whole sequences: one causal pass, nothing cached.
+
+    With `documents` (see `data.packing`; at most `most` in a row) each sees itself only, and `positions` begin anew in it.
+    """
     batch, width = tokens.shape
-    rows = uniform_rows(jnp.zeros(batch, jnp.int32), width, causal=True)
-    positions = jnp.tile(jnp.arange(width, dtype=jnp.int32), batch)
-    empty = kv_cache.create(config, batch, 1, params.embed.dtype)
-    tapped, hidden, _ = forward(params, config, tokens.reshape(-1), positions, rows, empty, taps)
+    if documents is None or positions is None:
+        rows = uniform_rows(jnp.zeros(batch, jnp.int32), width, causal=True)
+        positions = jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1))
+    else:
+        rows = document_rows(documents, most)
+    empty = kv_cache.create(config, rows.prefix_length.shape[0], 1, params.embed.dtype)
+    tapped, hidden, _ = forward(params, config, tokens.reshape(-1), positions.reshape(-1), rows, empty, taps)
     both = jnp.concatenate([tapped, hidden[:, None]], axis=1).astype(dtype)
     return both.reshape(batch, width, len(taps) + 1, config.hidden_size)
+
+
+def document_rows(documents: Int[Array, "B S"], most: int) -> Rows:
+    """Rows in which every document is a request of its own; the padding of a row follows its last document.
+
+    The plain-JAX twin of attention pads each request to a whole row, so there a packed row costs `most` times the scores of another.
+    """
+    batch, width = documents.shape
+    number = jnp.arange(most, dtype=jnp.int32)
+    before = (documents[:, :, None] >= 0) & (documents[:, :, None] < number[None, None])
+    first = jnp.sum(before, axis=1, dtype=jnp.int32) + jnp.arange(batch, dtype=jnp.int32)[:, None] * width
+    owner = jnp.where(documents >= 0, documents, most - 1) + jnp.arange(batch, dtype=jnp.int32)[:, None] * most
+    return Rows(
+        request=owner.reshape(-1),
+        row_start=jnp.concatenate([first.reshape(-1), jnp.full((1,), batch * width, jnp.int32)]),
+        ancestors=jnp.zeros((batch * width, 2), jnp.uint32),
+        prefix_length=jnp.zeros((batch * most,), jnp.int32),
+        valid=jnp.ones((batch * width,), bool),
+        causal=True,
+        max_rows=width,
+        uniform=False,
+    )
 
 
 def _path(folder: Path, name: str, shard: int) -> Path:

@@ -39,18 +39,34 @@ class Batches:
         self.batch_size, self.max_length = batch_size, max_length
         local = batch_size // process_count
         self._slice = range(process_index * local, (process_index + 1) * local)
-        indexable: Any = source
-        self._samples = grain.MapDataset.source(indexable).seed(seed).shuffle().repeat()
+        order: Any = range(len(source))
+        self._source, self._loads = source, getattr(source, "loads", None)
+        self._indices = grain.MapDataset.source(order).seed(seed).shuffle().repeat()
         self.epoch_steps = len(source) / batch_size
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        rows: list[Any] = [self._samples[step * self.batch_size + row] for row in self._slice]
-        return pad(rows, self.max_length)
+        rows: list[Any] = [self._indices[step * self.batch_size + row] for row in range(self.batch_size)]
+        if self._loads is not None:
+            rows = [rows[place] for place in balanced_order([self._loads[row] for row in rows])]
+        return pad([self._source[rows[row]] for row in self._slice], self.max_length)
 
 
 def batches(source: Source, batch_size: int, max_length: int, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
     """Shuffled, repeated, padded batches of `source`, addressed by global step."""
     return Batches(source, batch_size, max_length, seed, process_index, process_count)
+
+
+def balanced_order(loads: Sequence[int]) -> list[int]:
+    """An order in which any equal slices of it, one for each process, carry about the same load, however many processes there are.
+
+    Ranks by load are dealt out to and fro: the reversed bits of a rank's Gray code say where it goes, so that p slices, p a power of two,
+    get every rank of one round in one direction and of the next in the other. The order does not depend on the number of processes, which
+    therefore does not change what is trained.
+    """
+    ranked = sorted(range(len(loads)), key=lambda row: (-loads[row], row))
+    bits = max(len(loads) - 1, 0).bit_length()
+    places = [int(format(rank ^ (rank >> 1), "b").zfill(bits)[::-1], 2) for rank in range(len(loads))]
+    return [ranked[rank] for rank in sorted(range(len(loads)), key=places.__getitem__)]
 
 
 def sequential(source: Source, indices: Sequence[int], batch_size: int, max_length: int) -> Iterator[dict[str, np.ndarray]]:
@@ -62,15 +78,18 @@ def sequential(source: Source, indices: Sequence[int], batch_size: int, max_leng
 
 
 def pad(samples: Sequence[Sample], length: int) -> dict[str, np.ndarray]:
-    """One batch of `samples` padded with zeros to `length` tokens: tokens, loss_mask [B, S], lengths [B] and what was cached."""
+    """One batch of `samples` padded to `length` tokens: tokens, loss_mask [B, S], lengths [B], what was cached, and what packed rows have.
+
+    Padding is 0, and -1 among the documents.
+    """
     lengths = np.asarray([len(sample["tokens"]) for sample in samples], np.int32)
     if lengths.max() > length:
         raise ValueError(f"a sequence has {lengths.max()} tokens, more than max_length {length}")
     batch = {"lengths": lengths}
-    for name in ("tokens", "loss_mask", "features", "hidden"):
+    for name in ("tokens", "loss_mask", "features", "hidden", "documents", "positions"):
         if name in samples[0]:
             first = np.asarray(samples[0][name])
-            out = np.zeros((len(samples), length, *first.shape[1:]), first.dtype)
+            out = np.full((len(samples), length, *first.shape[1:]), -1 if name == "documents" else 0, first.dtype)
             for row, sample in enumerate(samples):
                 out[row, : len(sample[name])] = sample[name]
             batch[name] = out

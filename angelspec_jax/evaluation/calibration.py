@@ -1,10 +1,10 @@
 """How far a drafter's confidence can be believed, and temperatures that make it believable.
 
 Before a round is verified, every draft has an estimate that it and all drafts before it survive: the product of one confidence per
-position. Sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2.1) divides the logit of the confidence at position k by a temperature
-t_k, chosen from left to right, the earlier ones fixed, so that the expected calibration error (ECE) of the product is least. It works for
-any confidence, trained head or the drafter's own probability, keeps the order of drafts within a position, and changes no text: only which
-drafts are worth verifying. Temperatures are fitted on some prompts and judged on others.
+position. Sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2.1) divides the logit of the confidence at position k by a
+temperature t_k, chosen from left to right, the earlier ones fixed, so that the expected calibration error (ECE) of the product is least. It
+works for any confidence, trained head or the drafter's own probability, keeps the order of drafts within a position, and changes no text:
+only which drafts are worth verifying. Temperatures are fitted on some prompts and judged on others.
 """
 
 import dataclasses

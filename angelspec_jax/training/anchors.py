@@ -151,8 +151,8 @@ def block_targets(
     )
 
 
-def gather_rows(values: Float[Array, "B S D"], index: Int[Array, "B A K"]) -> Float[Array, "B A K D"]:
-    """`values[b, index[b, a, k]]`: for example the target hidden state of every `teacher_index`."""
+def gather_rows(values: Float[Array, "B S D"], index: Int[Array, "B *index"]) -> Float[Array, "B *index D"]:
+    """`values[b, index[b, ...]]`: for example the target hidden state of every `teacher_index`."""
     return jax.vmap(lambda sequence, at: sequence[at])(values, index)
 
 

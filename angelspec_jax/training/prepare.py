@@ -14,7 +14,7 @@ from jaxtyping import Int
 from angelspec_jax import places
 from angelspec_jax.config import DataSection, DrafterSection, Stage, TrainConfig
 from angelspec_jax.data import conversations as reading
-from angelspec_jax.data import features, pipeline
+from angelspec_jax.data import features, packing, pipeline
 from angelspec_jax.data.chat import encode_conversation
 from angelspec_jax.drafter import layouts, mtp
 from angelspec_jax.drafter import loading as drafters
@@ -97,6 +97,15 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
         files = ", ".join(section.files)
         raise ValueError(f"no conversation of {files} can be trained on: raise data.max_length or set data.overlong=split")
     return Data(samples, parts[0], parts[1], tuple(validation))
+
+
+def packed(part: Part, config: TrainConfig, say: Say) -> packing.Packed:
+    """The training part with several conversations a row."""
+    length = config.data.max_length
+    rows = packing.pack(part, length, config.train.max_documents)
+    filled = sum(len(part[index]["tokens"]) for index in range(len(part))) / (len(rows) * length)
+    say(f"packed into {len(rows)} rows of {length} tokens, {100 * filled:.0f} % full")
+    return rows
 
 
 def drafter_options(section: DrafterSection, target: Target) -> dict[str, Any]:

@@ -141,16 +141,16 @@ def _block_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     dtype = jnp.dtype(settings.compute_dtype)
     tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
-    features, hidden = _features(frozen, batch, target, drafter.taps, dtype)
-    length = tokens.shape[1]
-    valid = jnp.arange(length)[None] < batch["lengths"][:, None]
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    anchors, keep = sample_anchors(key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents)
+    valid, positions, documents = _places(batch)
+    anchors, keep = sample_anchors(
+        key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid, documents=documents
+    )
     targets = block_targets(
-        tokens, loss_mask, anchors, keep, drafter.block_size, drafter.layout, drafter.mask_token, documents=None, positions=positions
+        tokens, loss_mask, anchors, keep, drafter.block_size, drafter.layout, drafter.mask_token, documents=documents, positions=positions
     )
     params = jax.tree.map(lambda p: p.astype(dtype), params)
-    states = block.training_hidden(params, drafter, frozen.embed, features, positions, anchors, keep, targets.block_tokens)
+    states = block.training_hidden(params, drafter, frozen.embed, features, positions, anchors, keep, targets.block_tokens, documents)
     rows = block.teacher_forced(params, drafter, frozen.embed, states, targets.previous)
     confidence = block.confidence_logits(params, drafter, states, targets.previous) if drafter.confidence else None
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
@@ -182,15 +182,14 @@ def _chain_loss(
     """TTT of an autoregressive drafter: the same anchors and labels as a block's, drafted one after another."""
     dtype = jnp.dtype(settings.compute_dtype)
     tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
-    features, hidden = _features(frozen, batch, target, drafter.taps, dtype)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents)
     steps, cell = settings.ttt.steps or drafter.num_drafts, registry.module(drafter).CELL
-    valid = jnp.arange(tokens.shape[1])[None] < batch["lengths"][:, None]
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    valid, positions, documents = _places(batch)
     gated = ttt.gate(loss_mask, settings.ttt.mask)
-    anchors, keep = sample_anchors(key, gated, settings.anchors, steps + 1, rule=settings.anchor_rule, valid=valid)
-    keep = keep & (anchors > 0)  # nothing precedes the first token
+    anchors, keep = sample_anchors(key, gated, settings.anchors, steps + 1, rule=settings.anchor_rule, valid=valid, documents=documents)
+    keep = keep & (jnp.take_along_axis(positions, anchors, axis=1) > 0)  # nothing precedes the first token
     # Labels from the token after the anchor on: the slots after the first of a block that predicts its own places.
-    targets = block_targets(tokens, gated, anchors, keep, steps + 1, "same_position", 0, documents=None, positions=positions)
+    targets = block_targets(tokens, gated, anchors, keep, steps + 1, "same_position", 0, documents=documents, positions=positions)
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     head = cell.head(params, drafter, frozen.head)
@@ -206,6 +205,7 @@ def _chain_loss(
         anchors,
         keep,
         steps,
+        documents=documents,
         say=(lambda scored: ttt.greedy_tokens(scored, rows, frozen.draft_ids, settings.chunk)) if settings.ttt.on_policy else None,
     )
     return block_loss(
@@ -225,8 +225,18 @@ def _head(hidden: Float[Array, "N D"], rows: Float[Array, "V' D"]) -> Float[Arra
     return jnp.einsum("nd,vd->nv", hidden, rows.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def _features(frozen: Frozen, batch: Batch, target: TransformerConfig, taps: Sequence[int], dtype):
+def _places(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(real tokens [B, S], positions [B, S], documents [B, S] or None) of a batch, packed or not."""
+    shape = batch["tokens"].shape
+    valid = jnp.arange(shape[1])[None] < batch["lengths"][:, None]
+    if "documents" in batch:
+        return valid, batch["positions"], batch["documents"]
+    return valid, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape), None
+
+
+def _features(frozen: Frozen, batch: Batch, target: TransformerConfig, taps: Sequence[int], dtype, most: int):
     if "features" in batch:
         return batch["features"].astype(dtype), batch["hidden"].astype(dtype)
-    both = jax.lax.stop_gradient(target_features(frozen.target, target, batch["tokens"], tuple(taps), dtype))
+    packed = (batch["documents"], batch["positions"], most) if "documents" in batch else ()
+    both = jax.lax.stop_gradient(target_features(frozen.target, target, batch["tokens"], tuple(taps), dtype, *packed))
     return both[:, :, :-1], both[:, :, -1]

@@ -52,7 +52,7 @@ class Job:
     mesh: Mesh
     target: Target
     data: prepare.Data
-    training: prepare.Part
+    training: pipeline.Source
     validation: prepare.Part
     drafter_config: AnyConfig
     draft_ids: np.ndarray | None
@@ -92,6 +92,8 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     """Load and check everything."""
     if config.data.cache is not None and jax.process_count() > 1:
         raise ValueError("data.cache is written by one process; leave it out with several, which compute the features in every step")
+    if config.data.cache is not None and config.train.max_documents > 1:
+        raise ValueError("data.cache keeps features of whole conversations; set train.max_documents=1 or leave the cache out")
     mesh = make_mesh(config.mesh)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
@@ -108,7 +110,10 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     parts = (data.training, data.validation)
     if config.data.cache is not None:
         parts = prepare.cached(Path(config.data.cache), target, drafter_config.taps, data, say)
-    return Job(config, mesh, target, data, *parts, drafter_config, draft_ids)
+    training, validation = parts
+    if config.train.max_documents > 1:
+        training = prepare.packed(data.training, config, say)
+    return Job(config, mesh, target, data, training, validation, drafter_config, draft_ids)
 
 
 def make_mesh(section: MeshSection) -> Mesh:

@@ -92,3 +92,38 @@ def test_frequency_ranked_vocabulary():
     for size, always, words in ((0, [], "between 1 and 8"), (9, [], "between"), (1, [1, 2], "cannot hold"), (3, [8], "outside")):
         with pytest.raises(ValueError, match=words):
             rank_vocabulary(counts, size, always)
+
+
+RECORDS = [
+    {"id": i, "domain": "ab"[i % 2], "messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]}
+    for i in range(6)
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_a_data_set_reads_like_a_file_of_lines(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    table = datasets.Dataset.from_list(RECORDS)
+    source = tmp_path / ("table.parquet" if kind == "parquet" else "saved")
+    if kind == "parquet":
+        table.to_parquet(str(source))
+    else:
+        table.save_to_disk(str(source))
+    assert read([source]) == read([lines])
+    assert [c.id for c in read([source], ["b"])] == [1, 3, 5]
+
+
+def test_what_is_wrong_with_a_data_set_is_one_sentence(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(FileNotFoundError, match=r"nowhere.parquet does not exist"):
+        read([tmp_path / "nowhere.parquet"])
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"broken.parquet cannot be read as a data set"):
+        read([broken])
+    odd = tmp_path / "odd.parquet"
+    datasets.Dataset.from_list([{"text": "no turns"}]).to_parquet(str(odd))
+    with pytest.raises(ValueError, match=r"odd.parquet, record 0: needs a non-empty list of turns"):
+        read([odd])
