@@ -1,23 +1,40 @@
-"""What a round costs at every budget on this device, measured with the very program that will run."""
+"""What a round costs on this device, by number of slots and budget: measured with the very program that will run, and kept on disk."""
 
+import dataclasses
+import hashlib
+import json
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from angelspec_jax.decoding.dcut import PROBE, Policy
-from angelspec_jax.decoding.generate import generate
-from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax import models
+from angelspec_jax.decoding import dcut, slots
+from angelspec_jax.decoding.dcut import PLAIN, Policy
+from angelspec_jax.decoding.generate import check_prompt, even_policy, generate
+from angelspec_jax.decoding.step import DecodeState, Plan, Weights
 
-CONTEXT = 64  # tokens before the measured rounds
-NEVER = 1e9  # a cost that no budget is chosen at
+CONTEXT = 64  # tokens before the measured rounds, where no prompts are given
+FORMAT = 1  # of the files
+SECONDS = 25.0  # that a whole table may take to measure, compiling aside
+MEASURED, COMPUTED = "measured", "computed from the compiler's estimates"
 
 
 def default_budgets(num_drafts: int) -> tuple[int, ...]:
     """No draft, all of them, and half where that is many: each budget is a program of its own inside the step, so they are few."""
     return tuple(sorted({0, num_drafts} | ({num_drafts // 2} if num_drafts > 5 else set())))
+
+
+def crowd_budgets(num_drafts: int) -> tuple[int, ...]:
+    """Budgets for many requests at once: room for none, a quarter, a half and all of the drafts."""
+    return tuple(sorted({0, max(num_drafts // 4, 1), max(num_drafts // 2, 1), num_drafts}))
 
 
 def measure(plan: Plan, weights: Weights, *, requests: int = 1, capacity: int = 512, repeats: int = 3) -> Policy:
@@ -26,19 +43,243 @@ def measure(plan: Plan, weights: Weights, *, requests: int = 1, capacity: int = 
     The policy is traced, so each budget is forced in turn and nothing but `generate` itself is compiled, whose loop leaves the host no
     part in a round. Call it when the device is idle.
     """
-
-    def forced(index: int, draft_cost: float) -> float:
-        costs = np.full(len(plan.budgets), NEVER, np.float32)
-        costs[index] = 1.0
-        return _seconds(plan, weights, Policy(jnp.asarray(costs), jnp.float32(draft_cost), jnp.float32(0.0)), requests, capacity, repeats)
-
-    # A draft that seems to save half a round is always made, one that seems to cost another round only as a probe.
-    drafted = [forced(index, -0.5 if index == 0 else 0.0) for index in range(len(plan.budgets))]
+    drafted = [_seconds(plan, weights, _forced(plan, index), requests, capacity, repeats) for index in range(len(plan.budgets))]
     if plan.budgets[0] > 0:
         return Policy(jnp.asarray(drafted, jnp.float32), jnp.float32(0.0), jnp.float32(0.0))
-    plain = (PROBE * forced(0, 1.0) - drafted[0]) / (PROBE - 1)
-    plain = min(max(plain, 1e-9), drafted[0])
-    draft = drafted[0] - plain
+    plain = min(max(_seconds(plan, weights, _forced(plan, PLAIN), requests, capacity, repeats), 1e-9), drafted[0])
+    return _policy(plain, drafted)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    """Seconds of a round: without a draft by number of slots, and with one by slots and budget. `facts` say where they hold."""
+
+    budgets: tuple[int, ...]
+    plain: dict[int, float]
+    drafted: dict[int, tuple[float, ...]]  # the draft included
+    facts: dict[str, Any]
+    source: str = MEASURED
+    estimated: tuple[int, ...] = ()  # numbers of slots for which there was no time; scaled up from the next smaller one
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted(self.plain))
+
+    def policy(self, size: int, *, budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True) -> Policy:
+        """What the step weighs drafts with when it has `size` slots; see `dcut_policy`."""
+        known = next((known for known in self.sizes if known >= size), self.sizes[-1])
+        return dcut_policy(_policy(self.plain[known], self.drafted[known]), self.budgets, budget, confidence, bonus)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "jax": jax.__version__, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "CostTable":
+        return cls(
+            budgets=tuple(values["budgets"]),
+            plain={int(size): float(seconds) for size, seconds in values["plain"].items()},
+            drafted={int(size): tuple(map(float, row)) for size, row in values["drafted"].items()},
+            facts=dict(values["facts"]),
+            source=str(values["source"]),
+            estimated=tuple(values["estimated"]),
+        )
+
+
+def dcut_policy(
+    costs: Policy, budgets: tuple[int, ...], budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True
+) -> Policy:
+    """A policy by name: `budget` is one of `dcut.MODES`, "off" (every draft is verified), "plain" (none is made), or the share of the
+    drafts that is always verified; `confidence` is "drafter" (its own word, or its trained head's) or "margin"; `bonus` counts the token
+    that comes anyway as yield. Raises ValueError for other names."""
+    forced = dcut.FREE
+    if budget == "off":
+        forced = len(budgets) - 1
+    elif budget == "plain":
+        forced = PLAIN
+    elif isinstance(budget, int | float):
+        if not 0 < budget <= 1:
+            raise ValueError(f"a fixed budget is a share of the drafts above 0 and at most 1, got {budget}")
+        forced = min(range(len(budgets)), key=lambda index: abs(budgets[index] - budget * budgets[-1]))
+    elif budget not in dcut.MODES:
+        raise ValueError(f"the budget must be one of {', '.join(dcut.MODES)}, off, plain, or a share such as 0.5, got {budget!r}")
+    if confidence not in ("drafter", "margin"):
+        raise ValueError(f"confidence must be drafter or margin, got {confidence!r}")
+    return dataclasses.replace(
+        costs,
+        mode=jnp.int32(dcut.MODES.index(budget) if budget in dcut.MODES else 0),
+        forced=jnp.int32(forced),
+        bonus=jnp.float32(1.0 if bonus else 0.0),
+        margin=jnp.asarray(confidence == "margin"),
+    )
+
+
+def table(
+    plan: Plan,
+    weights: Weights,
+    sizes: Sequence[int],
+    capacity: int,
+    prompts: Sequence[Sequence[int]] = (),
+    *,
+    folder: Path | None = None,
+    seconds: float = SECONDS,
+) -> CostTable:
+    """The table of this device, model and mesh: from the cache folder, or measured now and kept there. Call it when the device is idle."""
+    facts = find_facts(plan, weights, sizes, capacity)
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    file = (models.cache_folder() / "costs" if folder is None else Path(folder)) / f"{name}.json"
+    try:
+        return load(file, facts)
+    except (FileNotFoundError, ValueError):
+        found = measure_table(plan, weights, sizes, capacity, prompts, seconds=seconds)
+    save(file, found)
+    return found
+
+
+def find_facts(plan: Plan, weights: Weights, sizes: Sequence[int], capacity: int) -> dict[str, Any]:
+    """What decides costs: the device, the mesh, and everything that is fixed when the step is compiled."""
+    device = jax.devices()[0]
+    embed = weights.target.embed
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "cores": os.cpu_count(),
+        "mesh": str(getattr(embed.sharding, "mesh", "one device")),
+        "dtype": str(embed.dtype),
+        "plan": hashlib.sha256(repr(plan).encode()).hexdigest()[:16],
+        "sizes": sorted(sizes),
+        "capacity": capacity,
+    }
+
+
+def save(file: str | Path, found: CostTable) -> Path:
+    """Write a table; a reader sees the old file or the new one, never half of it."""
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
+        json.dump(found.to_dict(), part, indent=1)
+    os.replace(part.name, file)
+    return file
+
+
+def load(file: str | Path, facts: dict[str, Any] | None = None) -> CostTable:
+    """Read a table. Raises ValueError when it is not one, was made by another version, or, given `facts`, belongs elsewhere."""
+    file = Path(file)
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        found = CostTable.from_dict(values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a cost table ({error}); delete it and let it be measured again") from None
+    for name, now in (("format", FORMAT), ("jax", jax.__version__)):
+        if values.get(name) != now:
+            raise ValueError(f"{file} is stale: it was made with {name} {values.get(name)}, this is {now}; measure it again")
+    for name, here in (facts or {}).items():
+        if found.facts.get(name) != here:
+            raise ValueError(f"{file} belongs elsewhere: its {name} is {found.facts.get(name)}, here it is {here}; measure one here")
+    return found
+
+
+def measure_table(
+    plan: Plan,
+    weights: Weights,
+    sizes: Sequence[int],
+    capacity: int,
+    prompts: Sequence[Sequence[int]] = (),
+    *,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Measure every budget for every number of slots, smallest first, within about `seconds` beside compiling.
+
+    `prompts` fill the slots; without them random tokens do, which says little about a model with experts. More rows and more slots never
+    cost less: what noise turned round is levelled.
+    """
+    filled = _filled(plan, weights, prompts, capacity)
+    plain, drafted, estimated = {}, {}, []
+    left, before = seconds, None
+    for position, size in enumerate(sorted(sizes)):
+        begin = clock()
+        if before is not None and left <= 0:
+            scale = size / before
+            plain[size], drafted[size] = plain[before] * scale, tuple(cost * scale for cost in drafted[before])
+            estimated.append(size)
+        else:
+            share = left / (len(sizes) - position)
+            plain[size], drafted[size], compiling = _measure_size(plan, weights, filled, size, share, clock)
+            left -= clock() - begin - compiling
+        if before is not None:
+            plain[size] = max(plain[size], plain[before])
+            drafted[size] = tuple(map(max, drafted[size], drafted[before]))
+        before = size
+    facts = find_facts(plan, weights, sizes, capacity)
+    return CostTable(plan.budgets, plain, drafted, facts, MEASURED, tuple(estimated))
+
+
+def _measure_size(plan: Plan, weights: Weights, filled: DecodeState, size: int, seconds: float, clock):
+    """Seconds of a plain round and of every budget's, and the time that went into compiling."""
+    order = jnp.arange(size, dtype=jnp.int32) % filled.length.shape[0]
+    active = jnp.ones((size,), bool)
+    space = int(filled.tokens.shape[1] - np.max(np.asarray(filled.length)))
+    most = max(2, min(16, space // plan.width))
+    begin = clock()
+    _timed(plan, weights, even_policy(plan), slots.rearrange(plan, filled, order), active, 1, clock)
+    compiling = clock() - begin
+    kinds = [PLAIN, *range(len(plan.budgets))] if plan.drafter is not None and plan.budgets[0] == 0 else [*range(len(plan.budgets))]
+    found = {}
+    for number, kind in enumerate(kinds):
+        state, once = _timed(plan, weights, _forced(plan, kind), slots.rearrange(plan, filled, order), active, 1, clock)
+        share = seconds / len(kinds) / 2
+        rounds = int(max(1, min(most - 1, share / max(once, 1e-9))))
+        _, found[kind] = _timed(plan, weights, _forced(plan, kind), state, active, rounds, clock)
+        if number == 0 and PLAIN not in kinds:
+            found[PLAIN] = found[kind]
+    drafted = np.maximum.accumulate([found[index] for index in range(len(plan.budgets))])
+    return min(found[PLAIN], float(drafted[0])), tuple(float(cost) for cost in drafted), compiling
+
+
+def _timed(plan, weights, policy, state, active, rounds: int, clock):
+    """Run rounds as the engine does, and the seconds each took."""
+    jax.block_until_ready(state.tokens)
+    begin = clock()
+    for _ in range(rounds):
+        state, _ = slots.step(plan, weights, policy, state, active)
+    jax.block_until_ready(state.tokens)
+    return state, (clock() - begin) / rounds
+
+
+def _filled(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capacity: int) -> DecodeState:
+    """A few slots with prompts read in."""
+    room = max(capacity - 8 * plan.width, 2)
+    if not prompts:
+        random = np.random.default_rng(0)
+        prompts = random.integers(0, plan.target.vocab_size, (2, min(CONTEXT, room))).tolist()
+    prompts = [list(prompt)[:room] for prompt in prompts[:4]]
+    dtype = weights.target.embed.dtype
+    state = slots.create(plan, dtype, len(prompts), capacity)
+    for slot, prompt in enumerate(prompts):
+        check_prompt(plan, prompt, 1, capacity=capacity)
+        tokens = np.zeros((1, capacity), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        single = dataclasses.replace(
+            slots.create(plan, dtype, 1, capacity),
+            tokens=jnp.asarray(tokens),
+            length=jnp.full((1,), len(prompt), jnp.int32),
+            limit=jnp.full((1,), capacity, jnp.int32),
+            finished=jnp.zeros((1,), bool),
+        )
+        for start in range(0, len(prompt) - 1, plan.prefill_chunk):
+            single = slots.prefill(plan, weights, single, jnp.int32(start), plan.prefill_chunk)
+        state = slots.insert(plan, state, single, jnp.int32(slot))
+    return state
+
+
+def _forced(plan: Plan, index: int) -> Policy:
+    return dataclasses.replace(even_policy(plan), forced=jnp.int32(index))
+
+
+def _policy(plain: float, drafted: Sequence[float]) -> Policy:
+    """Costs of rounds, drafts apart: a draft costs what a round with one that verifies nothing takes beyond a plain round."""
+    draft = max(drafted[0] - plain, 0.0)
     costs = np.maximum.accumulate([max(seconds - draft, plain) for seconds in drafted])  # more rows never cost less
     return Policy(jnp.asarray(costs, jnp.float32), jnp.float32(draft), jnp.float32(0.0))
 
@@ -51,7 +292,7 @@ def _seconds(plan: Plan, weights: Weights, policy: Policy, requests: int, capaci
     for repeat in range(repeats + 1):
         prompts = random.integers(0, plan.target.vocab_size, (requests, context)).tolist()
         seconds, rounds = [], 0
-        for new_tokens in (0, min(capacity - context, 6 * PROBE)):
+        for new_tokens in (0, min(capacity - context, 24)):
             begin = time.perf_counter()
             generation = generate(plan, weights, prompts, new_tokens, policy=policy, capacity=capacity)
             jax.block_until_ready(generation.length)

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from angelspec_jax.answers import Prompt, encode
-from angelspec_jax.decoding import slots
+from angelspec_jax.decoding import costs as cost_tables
+from angelspec_jax.decoding import dcut, slots
+from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import check_prompt, even_policy
 from angelspec_jax.decoding.prefixes import Prefixes
@@ -34,6 +36,11 @@ __all__ = ["Engine", "QueueFull", "Round", "Settings"]
 DEFAULT_NEW_TOKENS = 256
 SHORT_CHUNK = 32  # prompt tokens read in at once where few are left
 PATIENCE = 8  # rounds that fewer slots would have done, before there are fewer
+SAMPLES = (  # what slots are filled with while costs are measured
+    "A train leaves at nine and travels 180 km at 60 km/h. When does it arrive?",
+    "Write a Python function that returns the longest word of a sentence.",
+    "What should I see in Rome on a rainy weekend?",
+)
 ATTEMPTS = 2  # times a request may be begun when a step fails
 
 
@@ -104,11 +111,18 @@ class Engine:
         drafter: Drafter | None = None,
         settings: Settings | None = None,
         *,
-        policies: dict[int, Policy] | None = None,
+        costs: CostTable | str | None = None,
         budgets: tuple[int, ...] = (),
+        budget: str | float = "retrospective",
+        confidence: str = "drafter",
+        bonus: bool = True,
     ):
-        """`policies` gives the numbers D-cut weighs drafts with, by number of slots (`costs.measure` finds them), for the draft counts
-        `budgets`; without them every draft is verified."""
+        """With `costs`, a table or "measure", D-cut verifies as many drafts as pay, none included; without, all of them.
+
+        `budgets` are the drafts per slot that a round may have room for (with costs: none, a quarter, a half and all, where not given).
+        `budget`, `confidence` and `bonus` name the policy (`costs.dcut_policy`). Measuring takes half a minute the first time, compiling
+        aside, and is kept on disk for this device, model and mesh. Raises ValueError for a table of other budgets.
+        """
         self.settings = Settings() if settings is None else settings
         if self.settings.capacity > target.config.max_positions:
             most = target.config.max_positions
@@ -116,9 +130,13 @@ class Engine:
         self.target = target
         config = None if drafter is None else drafter.config
         chunk = min(self.settings.prefill_chunk, self.settings.capacity)
+        if config is not None and costs is not None and not budgets:
+            budgets = cost_tables.crowd_budgets(config.num_drafts)
         self.plan = Plan(target.config, config, stop_ids=tuple(target.eos_ids), budgets=budgets, prefill_chunk=chunk)
         self.weights = Weights(target.params) if drafter is None else Weights(target.params, drafter.params, drafter.shared)
-        self.policies = {size: (policies or {}).get(size, even_policy(self.plan)) for size in self.settings.sizes}
+        self._table = self._find_costs(costs)
+        self._policies: dict[int, Policy] = {}
+        self.choose_policy(budget, confidence, bonus)
         self.watch: Callable[[Round], None] | None = None  # called with every round, from the engine's thread
         self._queue: FairQueue[Request] = FairQueue(self.settings.queue)
         self._prefixes = Prefixes(self.settings.prefixes, self.settings.shortest_prefix)
@@ -144,11 +162,11 @@ class Engine:
     ) -> Stream:
         """Ask for an answer; it streams from the returned object.
 
-        `prompt` is a text, a conversation, or token ids; `max_new_tokens` None is 256, or what the slot has room for. `sampling` are the options of `make_sampling` (temperature, top_k, top_p, min_p,
-        seed, ...). The text ends before the first of the `stop` strings. `deadline`: seconds from now, waiting included, after which what
-        was said so far is the answer. Clients (any name) share the slots fairly; a higher `priority` goes first, and takes the slot of a
-        lower one, which goes on later. Raises ValueError for a prompt that does not fit or an option out of range, QueueFull when too many
-        wait, RuntimeError when the engine is closed.
+        `prompt` is a text, a conversation, or token ids; `max_new_tokens` None is 256, or what the slot has room for. `sampling` are the
+        options of `make_sampling` (temperature, top_k, top_p, min_p, seed, ...). The text ends before the first of the `stop` strings.
+        `deadline`: seconds from now, waiting included, after which what was said so far is the answer. Clients (any name) share the slots
+        fairly; a higher `priority` goes first, and takes the slot of a lower one, which goes on later. Raises ValueError for a prompt that
+        does not fit or an option out of range, QueueFull when too many wait, RuntimeError when the engine is closed.
         """
         tokens = self._tokens(prompt, switches or {})
         if max_new_tokens is None:
@@ -188,6 +206,27 @@ class Engine:
         return feed.hand_over()
 
     @property
+    def costs(self) -> CostTable | None:
+        """The table that D-cut weighs drafts with."""
+        return self._table
+
+    def choose_policy(self, budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True) -> None:
+        """Change how drafts are cut, from the next round on; nothing is compiled. Raises ValueError as `costs.dcut_policy` does, and for
+        a policy that needs costs where there are none."""
+        if self.plan.drafter is None:
+            policies = {size: even_policy(self.plan) for size in self.settings.sizes}
+        elif self._table is None:
+            named = "off" if budget == "retrospective" else budget
+            if named in dcut.MODES:
+                raise ValueError(f"the budget {named!r} weighs drafts by their costs, and this engine has none; pass costs='measure'")
+            policy = cost_tables.dcut_policy(even_policy(self.plan), self.plan.budgets, named, confidence, bonus)
+            policies = dict.fromkeys(self.settings.sizes, policy)
+        else:
+            names = {"budget": budget, "confidence": confidence, "bonus": bonus}
+            policies = {size: self._table.policy(size, **names) for size in self.settings.sizes}
+        self._policies = policies
+
+    @property
     def load(self) -> dict[str, int]:
         """Requests that wait, are read in and are decoded, and the present number of slots."""
         with self._lock:
@@ -207,6 +246,19 @@ class Engine:
 
     def __exit__(self, *exception):
         self.close()
+
+    def _find_costs(self, costs: CostTable | str | None) -> CostTable | None:
+        if costs is None or self.plan.drafter is None:
+            return None
+        if isinstance(costs, str):
+            if costs != "measure":
+                raise ValueError(f"costs must be a table or 'measure', got {costs!r}; costs.load reads one from a file")
+            texts = SAMPLES if self.target.tokenizer is not None else ()
+            prompts = [encode(self.target, text) for text in texts]
+            return cost_tables.table(self.plan, self.weights, self.settings.sizes, self.settings.capacity, prompts)
+        if costs.budgets != self.plan.budgets:
+            raise ValueError(f"the cost table is for budgets {costs.budgets}, this engine has {self.plan.budgets}; measure one for them")
+        return costs
 
     def _tokens(self, prompt: Prompt | Sequence[int], switches: dict[str, Any]) -> list[int]:
         if not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt):
@@ -348,7 +400,7 @@ class Engine:
         if not any(self._owners):
             return None
         active = jnp.asarray([owner is not None for owner in self._owners])
-        policy = self.policies[len(self._owners)]
+        policy = self._policies[len(self._owners)]
         self._state, emitted = slots.step(self.plan, self.weights, policy, self._state, active)
         return _Flight(emitted, list(self._owners))
 
@@ -365,7 +417,8 @@ class Engine:
                 request.fail(error)
             if request.over and slot < len(self._owners) and self._owners[slot] is request:
                 if self.settings.prefixes:
-                    self._prefixes.keep(request.known[:-1], slots.take(self.plan, self._state, jnp.int32(slot)))
+                    left = slots.take(self.plan, self._state, jnp.int32(slot))
+                    self._prefixes.keep(request.known[:-1], slots.settled(self.plan, self.weights, left))
                 self._owners[slot] = None
         self._tell(flight, emitted)
 

@@ -10,7 +10,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
-from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.decoding import deferral
+from angelspec_jax.decoding.dcut import Policy, create_memory
 from angelspec_jax.decoding.sampling import Sampling, make_sampling
 from angelspec_jax.decoding.step import DecodeState, Plan, Statistics, Weights, prefill, speculative_step
 from angelspec_jax.drafter import registry
@@ -124,16 +125,24 @@ def create_state(plan: Plan, dtype, requests: int, capacity: int) -> DecodeState
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
         drafter=None if plan.drafter is None else registry.module(plan.drafter).create_state(plan.drafter, requests, capacity, dtype),
         statistics=Statistics(jnp.zeros(requests, jnp.int32), *(jnp.zeros((requests, drafts), jnp.int32) for _ in range(3))),
-        round=jnp.int32(0),
-        pace=jnp.float32(jnp.inf),
+        memory=create_memory(plan.budgets),
+        pending=_pending(plan, dtype, requests),
     )
+
+
+def _pending(plan: Plan, dtype, requests: int) -> deferral.Pending | None:
+    """Room for what a drafter with a memory digests later, where a round may go without it."""
+    drafter = plan.drafter
+    if drafter is None or plan.budgets[0] > 0 or plan.budgets[-1] == 0:
+        return None
+    memory = jax.eval_shape(lambda: registry.module(drafter).create_state(drafter, 1, 1, dtype))
+    return deferral.create(requests, len(plan.taps), plan.target.hidden_size, dtype) if jax.tree.leaves(memory) else None
 
 
 def even_policy(plan: Plan) -> Policy:
     """Always the largest budget, drafting to full depth."""
-    costs = np.full(len(plan.budgets), 1e6, np.float32)
-    costs[-1] = 1.0
-    return Policy(jnp.asarray(costs), jnp.float32(0.0), jnp.float32(0.0))
+    last = len(plan.budgets) - 1
+    return Policy(jnp.ones((last + 1,), jnp.float32), jnp.float32(0.0), jnp.float32(0.0), forced=jnp.int32(last))
 
 
 def check_prompt(plan: Plan, prompt: Sequence[int], new_tokens: int, *, capacity: int | None = None, name: str = "the prompt") -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import create_state
-from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights, prefill_chunk, speculative_step
+from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights, prefill_chunk, settle, speculative_step
 
 WHOLE = -1
 
@@ -73,6 +73,12 @@ def step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState, activ
 def prefill(plan: Plan, weights: Weights, state: DecodeState, start: Int[Array, ""], chunk: int) -> DecodeState:
     """One chunk of the prompt of a state of one slot."""
     return prefill_chunk(plan, weights, state, start, chunk)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def settled(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
+    """The state with nothing left for the drafter to digest."""
+    return settle(plan, weights, state)
 
 
 copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))

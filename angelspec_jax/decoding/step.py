@@ -12,14 +12,18 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from angelspec_jax.decoding.acceptance import accept
-from angelspec_jax.decoding.dcut import Policy, choose_budget, update_pace, worth_drafting
+from angelspec_jax.decoding import dcut, deferral, margins
+from angelspec_jax.decoding.acceptance import Accepted, accept
+from angelspec_jax.decoding.dcut import Memory, Policy
+from angelspec_jax.decoding.deferral import Pending
+from angelspec_jax.decoding.margins import Margins
+from angelspec_jax.decoding.packing import pack, unpack
 from angelspec_jax.decoding.sampling import Sampling, choose
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.target import kv_cache
-from angelspec_jax.target.attention import Rows, tree_ancestors, uniform_rows
+from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, logits
@@ -27,7 +31,7 @@ from angelspec_jax.target.transformer import TargetParams, forward, logits
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when the step is compiled. `budgets` are the draft counts a request may have verified, ascending."""
+    """What is fixed when the step is compiled. `budgets` are the drafts that a round may verify, per request on average, ascending."""
 
     target: TransformerConfig
     drafter: AnyConfig | None = None
@@ -83,8 +87,8 @@ class DecodeState:
     cache: KVCache
     drafter: Any  # the drafter's own memory, None without one
     statistics: Statistics
-    round: Int[Array, ""]
-    pace: Float[Array, ""]  # running mean of tokens per request and cost in rounds with a draft; starts high, so that the first ones draft
+    memory: Memory
+    pending: Pending | None = None  # where rounds may go without a draft
 
 
 @struct.dataclass
@@ -119,26 +123,38 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
     running = ~state.finished
     prefix = state.length - 1
     anchor = jnp.take_along_axis(state.tokens, prefix[:, None], axis=1)[:, 0]
-    drafting = worth_drafting(policy, plan.budgets, plan.drafter is not None, state.pace, state.round)
-    draft = _draft(plan, weights, policy, state, anchor, prefix, drafting)
-    budget = choose_budget(policy, plan.budgets, draft, state.finished, drafting)
+    drafting = dcut.worth_drafting(policy, plan.budgets, plan.drafter is not None, state.memory)
+    state = _catch_up(plan, weights, state, drafting)
+    draft, cut, kept = _draft(plan, weights, policy, state, anchor, prefix, drafting), None, jnp.zeros_like(anchor)
+    if draft is not None:
+        cut = dcut.choose(policy, plan.budgets, draft, running, drafting, state.memory)
+        draft, kept = dcut.compact(draft, cut.keep)
+    budget = jnp.int32(0) if cut is None else cut.budget
 
     with jax.named_scope("verify"):
-        branches = [lambda edge=edge: _verify(plan, weights, state, draft, anchor, prefix, edge) for edge in plan.budgets]
+        branches = [lambda room=room: _verify(plan, weights, state, draft, anchor, prefix, kept, room) for room in plan.budgets]
         verified = jax.lax.switch(budget, branches) if len(branches) > 1 else branches[0]()
 
-    edge = jnp.asarray(plan.budgets, jnp.int32)[budget]
-    drafts = jnp.arange(plan.budgets[-1], dtype=jnp.int32)[None]
-    checked = None if draft is None else (drafts < edge) & (draft.survival[:, : plan.budgets[-1]] > 0)
+    checked = None if draft is None else jnp.arange(plan.budgets[-1], dtype=jnp.int32)[None] < kept[:, None]
     accepted = accept(draft, verified.chosen, checked)
     emitted, finished = _emit(plan, state, accepted)
 
     with jax.named_scope("commit"):
-        state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix)
+        state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix, drafting)
     statistics = _count(state.statistics, checked, jnp.minimum(accepted.count, emitted.count), running)
-    pace = update_pace(policy, state.pace, budget, drafting, emitted.count, running)
-    state = dataclasses.replace(state, finished=finished, statistics=statistics, round=state.round + 1, pace=pace)
-    return state, dataclasses.replace(emitted, report=_report(draft, checked, accepted, emitted, finished, running, drafting, budget))
+    memory = dcut.remember(policy, state.memory, cut, drafting, emitted.count, running)
+    if draft is not None and checked is not None and draft.margin is not None:
+        memory = dataclasses.replace(memory, margins=_learn(memory.margins, draft, checked & running[:, None], accepted))
+    report = Report(
+        finished=finished,
+        drafted=jnp.asarray(drafting),
+        budget=budget,
+        kept=kept,
+        accepted=jnp.minimum(accepted.count, emitted.count),
+        survival=jnp.zeros((running.shape[0], 0), jnp.float32) if cut is None else cut.survival,
+    )
+    state = dataclasses.replace(state, finished=finished, statistics=statistics, memory=memory)
+    return state, dataclasses.replace(emitted, report=report)
 
 
 def prefill(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
@@ -169,16 +185,48 @@ def prefill_chunk(plan: Plan, weights: Weights, state: DecodeState, start: Int[A
     return dataclasses.replace(state, cache=cache, drafter=drafter)
 
 
+def settle(plan: Plan, weights: Weights, state: DecodeState) -> DecodeState:
+    """The same state with nothing left for the drafter to digest."""
+    if state.pending is None:
+        return state
+    positions, waiting = deferral.positions(state.pending, state.length - 1)
+    requests, rows = positions.shape
+    next_tokens = jnp.take_along_axis(state.tokens, jnp.clip(positions + 1, 0, state.tokens.shape[1] - 1), axis=1)
+    flat = lambda x: x.reshape(requests * rows, *x.shape[2:])  # noqa: E731
+    request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), rows)
+    rest = (flat(next_tokens), request, flat(jnp.maximum(positions, 0)), flat(waiting), state.drafter)
+    drafter = _extend(plan, weights, flat(state.pending.features), flat(state.pending.hidden), *rest)
+    return dataclasses.replace(state, drafter=drafter, pending=deferral.emptied(state.pending))
+
+
+def _catch_up(plan: Plan, weights: Weights, state: DecodeState, drafting) -> DecodeState:
+    """Let the drafter digest what waits, if it drafts now or no more can wait."""
+    pending = state.pending
+    if pending is None:
+        return state
+
+    def digest(drafter, pending):
+        settled = settle(plan, weights, dataclasses.replace(state, drafter=drafter, pending=pending))
+        return settled.drafter, settled.pending
+
+    due = (drafting & jnp.any(pending.count > 0)) | deferral.is_full(pending)
+    drafter, pending = jax.lax.cond(due, digest, lambda drafter, pending: (drafter, pending), state.drafter, pending)
+    return dataclasses.replace(state, drafter=drafter, pending=pending)
+
+
 def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | None:
+    """A draft of at most as many tokens as the largest budget verifies."""
     if drafting is False:
         return None
 
     def propose():
         # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy.
         noise = Noise(state.sampling.seeds, state.sampling.temperature)
-        options = DraftPolicy(policy.min_survival, plan.candidates)
+        least = dcut.min_survival(policy, plan.budgets, anchor.shape[0], jnp.sum(~state.finished))
+        options = DraftPolicy(least, plan.candidates)
         seen = Seen(anchor, prefix, state.tokens, weights.target, state.cache)
-        return registry.module(plan.drafter).draft(weights.drafter, plan.drafter, weights.shared, seen, state.drafter, noise, options)
+        draft = registry.module(plan.drafter).draft(weights.drafter, plan.drafter, weights.shared, seen, state.drafter, noise, options)
+        return jax.tree.map(lambda x: x[:, : plan.budgets[-1]], draft)
 
     if drafting is True:
         return propose()
@@ -186,31 +234,17 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
     return jax.lax.cond(drafting, propose, lambda: nothing)
 
 
-def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, anchor, prefix, edge: int) -> Verified:
-    """One target pass over the anchor and `edge` drafts of every request, padded to the widest budget."""
-    rows, tokens, positions = _rows(draft, anchor, prefix, edge)
-    features, hidden, new_kv = forward(weights.target, plan.target, tokens, positions, rows, state.cache, plan.taps)
+def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, anchor, prefix, kept, room: int) -> Verified:
+    """One target pass over the anchors and what was kept of the drafts, laid out by request."""
+    packed = pack(draft, anchor, prefix, kept, ~state.finished, room, plan.budgets[-1])
+    rows = packed.rows
+    features, hidden, new_kv = forward(weights.target, plan.target, packed.tokens, packed.positions, rows, state.cache, plan.taps)
     with jax.named_scope("head"):
-        chosen = choose(logits(weights.target, hidden), state.sampling.rows(rows.request), positions + 1)
-    pad = lambda x: _pad_rows(x, anchor.shape[0], edge + 1, plan.width)  # noqa: E731
-    flat = lambda x: pad(x).reshape(anchor.shape[0] * plan.width, *x.shape[1:])  # noqa: E731
+        chosen = choose(logits(weights.target, hidden), state.sampling.rows(rows.request), packed.positions + 1)
+    spread = lambda x: unpack(x, rows, plan.width)  # noqa: E731
+    flat = lambda x: spread(x).reshape(anchor.shape[0] * plan.width, *x.shape[1:])  # noqa: E731
     stacked = state.cache.k.ndim == 5 if not isinstance(state.cache.k, tuple) else False
-    return Verified(pad(chosen), pad(features), pad(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
-
-
-def _rows(draft: Draft | None, anchor, prefix, edge: int) -> tuple[Rows, Int[Array, "N"], Int[Array, "N"]]:
-    if edge == 0 or draft is None:
-        return uniform_rows(prefix, 1), anchor, prefix
-    tokens = jnp.concatenate([anchor[:, None], draft.tokens[:, :edge]], axis=1)
-    if draft.parents is None:
-        rows = uniform_rows(prefix, edge + 1)
-        depth = jnp.broadcast_to(jnp.arange(edge + 1, dtype=jnp.int32), tokens.shape)
-    else:
-        root = jnp.full_like(anchor[:, None], -1)
-        ancestors = tree_ancestors(jnp.concatenate([root, draft.parents[:, :edge] + 1], axis=1))
-        rows = dataclasses.replace(uniform_rows(prefix, edge + 1), ancestors=ancestors.reshape(-1, 2))
-        depth = jnp.sum(jax.lax.population_count(ancestors), axis=-1).astype(jnp.int32) - 1
-    return rows, tokens.reshape(-1), (prefix[:, None] + depth).reshape(-1)
+    return Verified(spread(chosen), spread(features), spread(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
 
 
 def _emit(plan: Plan, state: DecodeState, accepted) -> tuple[Emitted, Bool[Array, "R"]]:
@@ -225,7 +259,9 @@ def _emit(plan: Plan, state: DecodeState, accepted) -> tuple[Emitted, Bool[Array
     return Emitted(accepted.tokens, count), finished
 
 
-def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified, path, emitted: Emitted, prefix) -> DecodeState:
+def _commit(
+    plan: Plan, weights: Weights, state: DecodeState, verified: Verified, path, emitted: Emitted, prefix, drafting
+) -> DecodeState:
     """Write the anchor and all emitted drafts but the last token, which becomes the next anchor."""
     requests, width = emitted.tokens.shape
     depth = jnp.arange(width, dtype=jnp.int32)[None]
@@ -240,12 +276,25 @@ def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified
         axis = 0 if isinstance(state.cache.k, tuple) else 1
         new_kv = jax.tree.map(lambda x: jnp.take(x, source, axis=axis), new_kv)
     cache = kv_cache.commit(state.cache, new_kv, request, positions, keep)
-    features, hidden = (x.reshape(requests * width, *x.shape[2:]) for x in (features, hidden))
-    drafter = _extend(plan, weights, features, hidden, emitted.tokens.reshape(-1), request, positions, keep, state.drafter)
+
+    def digest(drafter):
+        flat = lambda x: x.reshape(requests * width, *x.shape[2:])  # noqa: E731
+        return _extend(plan, weights, flat(features), flat(hidden), flat(emitted.tokens), request, positions, keep, drafter)
+
+    if state.pending is None:
+        drafter, pending = digest(state.drafter), None
+    else:  # a round without a draft commits the anchor alone
+        drafter, pending = jax.lax.cond(
+            drafting,
+            lambda drafter, pending: (digest(drafter), pending),
+            lambda drafter, pending: (drafter, deferral.append(pending, features[:, 0], hidden[:, 0], emitted.count > 0)),
+            state.drafter,
+            state.pending,
+        )
     columns = jnp.where(depth < emitted.count[:, None], state.length[:, None] + depth, state.tokens.shape[1])
     slots = jnp.arange(requests, dtype=jnp.int32)[:, None]
     tokens = state.tokens.at[slots, columns].set(emitted.tokens, mode="drop")
-    return dataclasses.replace(state, tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter)
+    return dataclasses.replace(state, tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter, pending=pending)
 
 
 def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request, positions, accepted, drafter):
@@ -256,10 +305,18 @@ def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request
     )
 
 
-def _report(draft, checked, accepted, emitted: Emitted, finished, running, drafting, budget) -> Report:
-    kept = jnp.zeros_like(emitted.count) if checked is None else jnp.sum(checked & running[:, None], axis=1, dtype=jnp.int32)
-    survival = jnp.zeros((running.shape[0], 0), jnp.float32) if draft is None else draft.survival
-    return Report(finished, jnp.asarray(drafting), budget, kept, jnp.minimum(accepted.count, emitted.count), survival)
+def _learn(fitted: Margins, draft: Draft, checked, accepted: Accepted) -> Margins:
+    """Show the estimator which of the verified drafts, their parents accepted, were accepted."""
+    node = jnp.arange(checked.shape[1], dtype=jnp.int32)
+    if accepted.path is None or draft.parents is None:
+        taken = node[None] < accepted.count[:, None]
+        parent_taken = node[None] <= accepted.count[:, None]
+    else:
+        on_path = accepted.path[:, 1:, None] - 1 == node[None, None]
+        taken = jnp.any(on_path & (node[None, :, None] < accepted.count[:, None, None]), axis=1)
+        parent_taken = (draft.parents < 0) | jnp.take_along_axis(taken, jnp.maximum(draft.parents, 0), axis=1)
+    assert draft.margin is not None
+    return margins.observe(fitted, draft.margin, dcut.depths(draft), checked & parent_taken, taken)
 
 
 def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
@@ -275,9 +332,3 @@ def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
         reached=statistics.reached + (checked & (index <= accepted[:, None])).astype(jnp.int32) * running,
         accepted=statistics.accepted + (index < accepted[:, None]).astype(jnp.int32) * running,
     )
-
-
-def _pad_rows(x, requests: int, width: int, full: int):
-    """[R * width, ...] -> [R, full, ...], zeros behind."""
-    x = x.reshape(requests, width, *x.shape[1:])
-    return jnp.pad(x, [(0, 0), (0, full - width)] + [(0, 0)] * (x.ndim - 2))
