@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from angelspec_jax.drafter.drawing import draw, shortlist
+from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared, Sparse
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import MAX_TREE_ROWS, attend, uniform_rows
@@ -109,7 +109,7 @@ def draft(
     flat = lambda x: x.reshape(requests * depth, *x.shape[2:])  # noqa: E731
 
     def step(carry):
-        k, previous, hidden, kv, survival, tokens, ids, probabilities, survivals = carry
+        k, previous, hidden, kv, survival, tokens, ids, probabilities, survivals, margins = carry
         positions = base + k
 
         def see(q, *new):
@@ -133,7 +133,10 @@ def draft(
         token = jnp.take_along_axis(target_ids, choice[:, None], axis=1)[:, 0]
         survival = survival * confidence
         kv = tuple(_put(old, k, new) for old, new in zip(kv, new_kv, strict=True))
-        said = (_put(tokens, k, token), _put(ids, k, target_ids), _put(probabilities, k, p), _put(survivals, k, survival))
+        said = (
+            _put(tokens, k, token), _put(ids, k, target_ids), _put(probabilities, k, p), _put(survivals, k, survival),
+            _put(margins, k, top_margin(scores)),
+        )  # fmt: skip
         return k + 1, token, hidden, kv, survival, *said
 
     def worthwhile(carry):
@@ -150,10 +153,11 @@ def draft(
         jnp.zeros((requests, depth, size), jnp.int32),
         jnp.zeros((requests, depth, size), jnp.float32),
         jnp.zeros((requests, depth), jnp.float32),
+        jnp.zeros((requests, depth), jnp.float32),
     )
     with jax.named_scope("draft_chain"):
-        *_, tokens, ids, probabilities, survivals = jax.lax.while_loop(worthwhile, step, start)
-    return Draft(tokens=tokens, q=OneHot() if noise is None else Sparse(ids, probabilities), survival=survivals)
+        *_, tokens, ids, probabilities, survivals, margins = jax.lax.while_loop(worthwhile, step, start)
+    return Draft(tokens=tokens, q=OneHot() if noise is None else Sparse(ids, probabilities), survival=survivals, margin=margins)
 
 
 def _slot(x, k):

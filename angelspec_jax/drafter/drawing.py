@@ -16,6 +16,13 @@ def shortlist(scores: Float[Array, "*N V"], size: int) -> tuple[Float[Array, "*N
     return best, ids
 
 
+def top_margin(scores: Float[Array, "R M"]) -> Float[Array, "R"]:
+    """How far the best score lies above the second; infinite with one candidate."""
+    best = jnp.argmax(scores, axis=-1)
+    rest = jnp.where(jnp.arange(scores.shape[-1])[None] == best[:, None], -jnp.inf, scores)
+    return jnp.max(scores, axis=-1) - jnp.max(rest, axis=-1)
+
+
 def draw(
     scores: Float[Array, "R M"], ids: Int[Array, "R M"], positions: Int[Array, "R"], noise: Noise | None
 ) -> tuple[Int[Array, "R"], Float[Array, "R M"], Float[Array, "R"]]:

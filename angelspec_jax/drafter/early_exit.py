@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
-from angelspec_jax.drafter.drawing import draw, shortlist
+from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared, Sparse
 from angelspec_jax.drafter.untrained import EarlyExitConfig
 from angelspec_jax.target.attention import attend, chain_ancestors, uniform_rows
@@ -52,13 +52,16 @@ def draft(params, config: EarlyExitConfig, shared: Shared, seen: Seen, state, no
     size = min(policy.candidates, shared.head.shape[0]) or shared.head.shape[0]
 
     def step(carry):
-        k, previous, survival, flight, tokens, ids, probabilities, survivals = carry
+        k, previous, survival, flight, tokens, ids, probabilities, survivals, margins = carry
         logits, flight = _advance(target, config, shared, cache, seen.prefix_length, flight, k, previous[:, None])
         scores, candidates = shortlist(logits[:, 0], policy.candidates)
         choice, p, confidence = draw(scores, candidates, seen.prefix_length + k + 1, noise)
         token = jnp.take_along_axis(candidates, choice[:, None], axis=1)[:, 0]
         survival = survival * confidence
-        said = (_put(tokens, token, k), _put(ids, candidates, k), _put(probabilities, p, k), _put(survivals, survival, k))
+        said = (
+            _put(tokens, token, k), _put(ids, candidates, k), _put(probabilities, p, k), _put(survivals, survival, k),
+            _put(margins, top_margin(scores), k),
+        )  # fmt: skip
         return k + 1, token, survival, flight, *said
 
     def worthwhile(carry):
@@ -74,10 +77,11 @@ def draft(params, config: EarlyExitConfig, shared: Shared, seen: Seen, state, no
         jnp.zeros((requests, depth, size), jnp.int32),
         jnp.zeros((requests, depth, size), jnp.float32),
         jnp.zeros((requests, depth), jnp.float32),
+        jnp.zeros((requests, depth), jnp.float32),
     )
     with jax.named_scope("draft_early_exit"):
-        *_, tokens, ids, probabilities, survivals = jax.lax.while_loop(worthwhile, step, start)
-    return Draft(tokens, OneHot() if noise is None else Sparse(ids, probabilities), survivals)
+        *_, tokens, ids, probabilities, survivals, margins = jax.lax.while_loop(worthwhile, step, start)
+    return Draft(tokens, OneHot() if noise is None else Sparse(ids, probabilities), survivals, margin=margins)
 
 
 def _advance(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from angelspec_jax.drafter import correction, markov
 from angelspec_jax.drafter.config import MARKOV_HEADS, DrafterConfig
-from angelspec_jax.drafter.drawing import draw, shortlist
+from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Shared, Sparse
 
 Judge = Callable[[Any, Array, Array, Array], Array]  # (draft index, hidden [R D], previous [R], own probability [R]) -> confidence [R]
@@ -101,7 +101,7 @@ def propose_chain(
     everything = size == base.shape[-1]
 
     def step(carry):
-        k, previous, state, survival, tokens, probabilities, survivals = carry
+        k, previous, state, survival, tokens, probabilities, survivals, margins = carry
         slot_ids, slot_hidden = _slot(ids, k), _slot(hidden, k)
         slot_scores, state = kind.score(
             head, config, shared, slot_hidden, previous, None if everything else slot_ids, _slot(scores, k), state
@@ -118,6 +118,7 @@ def propose_chain(
             _put(tokens, k, token),
             _put(probabilities, k, p),
             _put(survivals, k, survival),
+            _put(margins, k, top_margin(slot_scores)),
         )
 
     def worthwhile(carry):
@@ -132,13 +133,15 @@ def propose_chain(
         jnp.zeros((requests, depth), jnp.int32),
         jnp.zeros((requests, depth, size), jnp.float32),
         jnp.zeros((requests, depth), jnp.float32),
+        jnp.zeros((requests, depth), jnp.float32),
     )
-    _, _, _, _, tokens, probabilities, survivals = jax.lax.while_loop(worthwhile, step, start)
+    _, _, _, _, tokens, probabilities, survivals, margins = jax.lax.while_loop(worthwhile, step, start)
     target_ids = ids if shared.draft_ids is None else shared.draft_ids[ids]
     return Draft(
         tokens=tokens,
         q=OneHot() if noise is None else Sparse(target_ids, probabilities),
         survival=survivals,
+        margin=margins,
     )
 
 

@@ -42,6 +42,7 @@ class Draft:
     q: OneHot | Sparse
     survival: Float[Array, "R K"]
     parents: Int[Array, "R K"] | None = None
+    margin: Float[Array, "R K"] | None = None  # how far the best token's logit lay above the second; None where no logits are scored
 
 
 @struct.dataclass
