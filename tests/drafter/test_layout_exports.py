@@ -200,7 +200,8 @@ def test_a_lost_confidence_head_is_a_decision(edited):
 NAN = np.full((256, 16), np.nan, np.float32)
 WRONG = {
     "does not tell whether slot k.*--set layout=same_position": (
-        "angelspec_dspark", {}, {"target_hidden_size": None, "target_num_hidden_layers": None, "num_target_layers": 5}, "context_proj.weight",
+        "angelspec_dspark", {},
+        {"target_hidden_size": None, "target_num_hidden_layers": None, "num_target_layers": 5}, "context_proj.weight",
     ),
     "announces a Markov head of rank 16 but there is none": (
         "deepspec_dspark_vanilla",
