@@ -58,7 +58,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of decoding on this machine.")
 app.add_typer(bench, name="bench")
 
-TARGET_HELP = f"A Hugging Face model directory, a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
+TARGET_HELP = f"A Hugging Face model directory or id (Org/Name, Org/Name@revision), a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
 DRAFTER_HELP = (
     f"A drafter directory, '{SHIPPED}' (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
     f"Default: the shipped one with {SMOLLM2}, else none."
@@ -67,6 +67,7 @@ DRAFTER_HELP = (
 TargetOption = Annotated[str, typer.Option("--target", "-t", help=TARGET_HELP)]
 DrafterOption = Annotated[str | None, typer.Option("--drafter", "-d", help=DRAFTER_HELP)]
 DtypeOption = Annotated[str | None, typer.Option(help="float32 or bfloat16. Default: float32 on CPU, the file's elsewhere.")]
+QuantizeOption = Annotated[str | None, typer.Option("--quantize", help="int8: the target's matrices in 8 bits.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")]
@@ -133,6 +134,7 @@ def generate(
     target: TargetOption = SMOLLM2,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -154,7 +156,7 @@ def generate(
     from angelspec_jax import text
     from angelspec_jax.evaluation.demo import write_raw
 
-    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     options = _sampling(temperature, top_k, top_p, min_p, seed) | {"max_new_tokens": max_new_tokens, "capacity": capacity}
     if as_json:
         (answer,) = text.generate(model, words, helper, **options, **switches)
@@ -170,6 +172,7 @@ def chat(
     target: TargetOption = SMOLLM2,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_new_tokens: NewTokens = 512,
     temperature: Temperature = 0.0,
@@ -187,7 +190,7 @@ def chat(
     from angelspec_jax import text
     from angelspec_jax.evaluation.demo import write_raw
 
-    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     if model.chat_template is None:
         raise ValueError(f"{model.name} has no chat template; use `angelspec generate` to let it continue a text")
     opening = [] if system is None else [{"role": "system", "content": system}]
@@ -258,6 +261,7 @@ def evaluate(
     target: TargetOption = SMOLLM2,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per domain.")] = 12,
     speed: Annotated[bool, typer.Option(help="Time plain decoding too and compare the words.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the fastest counts.")] = 1,
@@ -281,10 +285,13 @@ def evaluate(
     prompts = reading.read_domains(files or [], limit)
     console = _start()
     from angelspec_jax.evaluation import demo as show
-    from angelspec_jax.evaluation import plots, report
+    from angelspec_jax.evaluation import plots, report, rounding
     from angelspec_jax.evaluation.measure import Options, measure
 
-    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    stored = None
+    if quantize is not None:  # before the rounded model, so that the two need not fit at once
+        stored = rounding.answer(_load(target, "none", dtype)[0], prompts, max_new_tokens, **switches)
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     if helper is None:
         raise ValueError("there is no drafter to evaluate; name one with --drafter")
     options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats, adaptive)
@@ -295,8 +302,12 @@ def evaluate(
         typer.echo(f"{found.left_out} prompts were left out, too long for the model's context", err=True)
     if found.agreement is not None:
         console.print(f"{found.agreement}", highlight=False)
+    difference = None if stored is None else rounding.compare(stored, model)
+    if difference is not None:
+        console.print(f"{quantize} {difference}", highlight=False, soft_wrap=True)
     if output is not None:
-        report.write_json(output, {**show.facts(model, helper, options), **found.to_dict()})
+        rounded = {} if difference is None else {"quantize": quantize, "difference": difference.to_dict()}
+        report.write_json(output, {**show.facts(model, helper, options), **found.to_dict(), **rounded})
     if plot is not None:
         plots.save(plots.overview(f"{model.name} with {helper.name}", found.survival(), found.rates()), plot)
     if found.agreement is not None and not found.agreement.holds:
@@ -311,6 +322,7 @@ def calibrate(
     target: TargetOption = SMOLLM2,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     limit: Annotated[int, typer.Option(min=2, help="Prompts per domain: every second fits the temperatures, the others judge them.")] = 12,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
@@ -332,7 +344,7 @@ def calibrate(
     from angelspec_jax.drafter.loading import save_drafter
     from angelspec_jax.evaluation import calibration, plots, report
 
-    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     if helper is None:
         raise ValueError("there is no drafter to calibrate; name one with --drafter")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **switches}
@@ -351,11 +363,63 @@ def calibrate(
         save_drafter(save, calibration.with_temperatures(helper, temperatures))
 
 
+@app.command()
+def regenerate(
+    sources: Annotated[list[str], typer.Argument(metavar="PROMPTS...", help="JSONL or parquet files of conversations, or hf://OWNER/NAME.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL file; one that exists is continued.")],
+    target: TargetOption = SMOLLM2,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = None,
+    max_new_tokens: NewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Conversations answered at once.")] = 8,
+    capacity: Annotated[int, typer.Option(min=2, help="Tokens a conversation can hold, answers included.")] = 2048,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+    number: Processes = None,
+    process_id: ProcessId = None,
+) -> None:
+    """Have the target write the answers of conversations anew, as training data for its drafter.
+
+    The same command continues a run that was stopped. Several processes with --processes and --process-id divide the conversations
+    between them and write a file each; they need not know each other.
+    """
+    if (number is None) != (process_id is None) or not 0 <= (process_id or 0) < (number or 1):
+        raise ValueError("--processes and --process-id belong together, the id from 0 to one less than the number")
+    switches = _switches(template)
+    from angelspec_jax.data import conversations as reading
+
+    found = reading.read(sources)
+    console = _start()
+    from angelspec_jax.data import regenerate as answers
+    from angelspec_jax.decoding.engine import Engine
+    from angelspec_jax.decoding.engine import Settings as Sizes
+    from angelspec_jax.evaluation import demo as show
+
+    model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch)
+    thinking = {True: "on", False: "off"}.get(switches.get("enable_thinking"))  # type: ignore[arg-type]
+    made = {"max_new_tokens": max_new_tokens, "thinking": thinking, "template": switches}
+    settings = answers.Settings(model.name, model.fingerprint, **made, **_sampling(temperature, top_k, top_p, min_p, seed))
+    room = min(capacity, model.config.max_positions)
+    sizes = Sizes(slots=slots, capacity=room, queue=4 * slots)
+    with Engine(model, helper, sizes) as engine, show.progress_bar(console, "writing the answers") as progress:
+        share = {"process": process_id or 0, "processes": number or 1}
+        report = answers.run(engine, found, output, settings, workers=2 * slots, progress=progress, **share)
+    path = answers.shard_path(output, share["process"], share["processes"])
+    typer.echo(f"{path}: {report.written} conversations written, {report.before} were there, {report.left_out} left out", err=True)
+    typer.echo(f"{report.tokens} tokens in {report.rounds} passes of the target, tau {report.tau:.2f}", err=True)
+
+
 @bench.command("step")
 def bench_step(
     target: TargetOption = SMOLLM2,
     drafter: DrafterOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     widths: Annotated[str, typer.Option(help="Rows per request, separated by commas.")] = "1,2,4,8,16",
     requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens each request has in its cache.")] = 256,
@@ -372,7 +436,7 @@ def bench_step(
     from angelspec_jax.evaluation import report
     from angelspec_jax.evaluation.step_costs import measure_widths
 
-    model, helper = _load(target, drafter, dtype)
+    model, helper = _load(target, drafter, dtype, quantize=quantize)
     costs = measure_widths(model, helper, widths=rows, requests=requests, context=context, capacity=capacity, repeats=repeats)
     console.print(report.step_table(costs))
     if output is not None:
@@ -424,6 +488,7 @@ def inspect(
 def doctor(
     target: Annotated[str | None, typer.Argument(help="Also say whether this target fits. " + TARGET_HELP)] = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Say what this machine has and what fits on it."""
     console = _start()
@@ -431,7 +496,7 @@ def doctor(
 
     console.print(examine.table(examine.findings()))
     if target is not None:
-        console.print(f"{target}: {examine.needs(_find_target(target), dtype)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{target}: {examine.needs(_find_target(target), dtype, quantize)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -491,7 +556,12 @@ def _find_drafter(name: str | None, target: str) -> str | Path | None:
 
 
 def _load(
-    target: str, drafter: str | None, dtype: str | None = None, switches: dict[str, Any] | None = None, allow_mismatch: bool = False
+    target: str,
+    drafter: str | None,
+    dtype: str | None = None,
+    switches: dict[str, Any] | None = None,
+    allow_mismatch: bool = False,
+    quantize: str | None = None,
 ) -> "tuple[Target, Drafter | None]":
     """Target and drafter by name, with a sentence about memory before the weights are read."""
     folder = _find_drafter(drafter, target)
@@ -500,8 +570,9 @@ def _load(
     from angelspec_jax.evaluation import doctor as examine
     from angelspec_jax.target.loading import load_target
 
-    typer.echo(f"{Path(source).name}: {examine.needs(source, dtype)}", err=True)
-    model = load_target(source, dtype=examine.parse_dtype(dtype))
+    typer.echo(f"{Path(source).name}: {examine.needs(source, dtype, quantize)}", err=True)
+    model = load_target(source, dtype=examine.parse_dtype(dtype), quantize=quantize)
+    typer.echo(f"{model.name}: read {model.bytes_read / 2**30:.2f} GiB", err=True)
     if folder is None:
         return model, None
     thinking = {True: "on", False: "off"}.get((switches or {}).get("enable_thinking"))  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def _is_dataset(source: str | Path) -> bool:
     return str(source).startswith(HUB) or Path(source).suffix == ".parquet" or (Path(source) / "dataset_info.json").is_file()
 
 
-def _dataset(source: str | Path):
+def _dataset(source: str | Path) -> Any:
     """A Hugging Face data set. Raises ValueError where the `datasets` package or the data set is missing."""
     try:
         import datasets
@@ -149,6 +149,8 @@ def _parse(record: Any, number: int, place: str) -> Conversation:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: must be a JSON object, found {type(record).__name__}")
     turns = next((record[key] for key in KEYS if key in record), None)
+    if turns is None and isinstance(record.get("prompt"), str):
+        turns = [{"role": "user", "content": record["prompt"]}]  # to be answered, see data.regenerate
     if isinstance(turns, list):  # columns of a data set hold every key of every turn, None where a turn lacks it
         turns = [{k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else turn for turn in turns]
     if not isinstance(turns, list) or not turns:
