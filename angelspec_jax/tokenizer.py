@@ -123,8 +123,8 @@ def from_gguf(metadata: dict, path: str | Path) -> Tokenizer:
         known = ", ".join(PRE_TOKENIZERS)
         raise ValueError(f"{path} splits text by rule {pre!r}, known are {known}; load the Hugging Face checkpoint instead")
     texts, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(texts or []))
-    if not texts or merges is None or len(kinds) != len(texts):
+    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(texts) if isinstance(texts, list) else None)
+    if not (_texts(texts) and _texts(merges) and isinstance(kinds, list)) or not texts or len(kinds) != len(texts):
         raise ValueError(f"{path} has an incomplete tokenizer (tokens, merges or token types are missing)")
     vocabulary = {text: i for i, text in enumerate(texts)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -166,6 +166,10 @@ def _pre_tokenizer(pre: str):
         return kinds.Sequence([kinds.Digits(individual_digits=True), kinds.ByteLevel(add_prefix_space=False, use_regex=True)])
     split = kinds.Split(tokenizers.Regex(SPLIT_PATTERNS[pre]), "isolated")
     return kinds.Sequence([split, kinds.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _texts(values) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _id_text(metadata: dict, key: str, texts: list[str]) -> str | None:

@@ -142,7 +142,9 @@ def test_inspect_names_the_flag_that_answers_what_is_open(toy_target, toy_direct
 def test_doctor(toy_directory):
     found = run("doctor", toy_directory)
     assert "free memory" in found.stdout
-    assert "which fits" in found.stdout
+    assert "GiB in float32, which fits" in found.stdout
+    assert "GiB in int8 and float32, which fits" in run("doctor", toy_directory, "--quantize", "int8").stdout
+    assert "quantize must be one of int8 or nothing, got 'int4'" in refused("doctor", toy_directory, "--quantize", "int4")
 
 
 @pytest.mark.parametrize(

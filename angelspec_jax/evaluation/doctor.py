@@ -1,5 +1,6 @@
 """What this machine has, and what fits on it."""
 
+import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Sequence
@@ -46,11 +47,11 @@ def table(rows: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def needs(source: str | Path, dtype: str | None = None) -> Requirement:
+def needs(source: str | Path, dtype: str | None = None, quantize: str | None = None) -> Requirement:
     """What a target's parameters take against what is free, in the dtype that `load_target` would take; printed, it is a sentence."""
     described = loading.describe(source)
     wanted = parse_dtype(dtype) or (jnp.float32 if jax.devices()[0].platform == "cpu" else described.dtype)
-    return loading.requirement(described.config, wanted)
+    return loading.requirement(dataclasses.replace(described.config, quantize=quantize), wanted)
 
 
 def parse_dtype(name: str | None):

@@ -158,7 +158,7 @@ def read_config(metadata: dict, tensors: dict[str, TensorInfo], path: Path) -> T
         raise ValueError(f"{path}: only a part of each head is rotated ({kind}.rope.dimension_count), which is not supported")
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{path} has no tensor token_embd.weight; the file is incomplete")
-    epsilon = metadata.get(f"{kind}.attention.layer_norm_rms_epsilon", 1e-6)
+    epsilon = _number(metadata, f"{kind}.attention.layer_norm_rms_epsilon", path, 1e-6)
     return TransformerConfig(
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
@@ -176,25 +176,32 @@ def read_config(metadata: dict, tensors: dict[str, TensorInfo], path: Path) -> T
     )
 
 
-def eos_ids(metadata: dict) -> tuple[int, ...]:
+def eos_ids(metadata: dict, path: Path) -> tuple[int, ...]:
     """Every token that ends a sequence or a turn."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    return tuple(dict.fromkeys(int(metadata[key]) for key in keys if key in metadata))
+    return tuple(dict.fromkeys(_integer(metadata, key, path) for key in keys if key in metadata))
 
 
 def _integer(metadata: dict, key: str, path: Path, default: int | None = None) -> int:
     value = metadata.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
         what = "no" if value is None else "an unusable"
         raise ValueError(f"{path} has {what} metadata value {key}; the file is incomplete or of a form that is not supported")
     return value
 
 
+def _number(metadata: dict, key: str, path: Path, default: float) -> float:
+    value = metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{path}: the metadata value {key} should be a positive number, not {str(value)[:80]}; the file is corrupt")
+    return float(value)
+
+
 def _rope(metadata: dict, tensors: dict[str, TensorInfo], kind: str, head_dim: int, path: Path) -> Rope:
-    theta = float(metadata.get(f"{kind}.rope.freq_base", 10000.0))
+    theta = _number(metadata, f"{kind}.rope.freq_base", path, 10000.0)
     scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
     if scaling == "linear":
-        return Rope(theta, "linear", float(metadata.get(f"{kind}.rope.scaling.factor", 1.0)))
+        return Rope(theta, "linear", _number(metadata, f"{kind}.rope.scaling.factor", path, 1.0))
     if scaling != "none":
         raise ValueError(f"{path}: rope scaling {scaling!r} is not supported; supported are none, linear and llama3")
     if "rope_freqs.weight" not in tensors:

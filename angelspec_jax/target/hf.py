@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "HYV3ForCausalLM": "hy_v3",
 }
 QK_NORMS = {"qwen3": "before_rope", "qwen3_moe": "before_rope", "hy_v3": "before_rope", "hunyuan_v1_moe": "after_rope"}
+MOST_LAYERS = 10_000
 ROPE_KINDS = ("default", "linear", "llama3")
 
 
@@ -42,6 +43,8 @@ def read_config(directory: str | Path) -> tuple[TransformerConfig, tuple[int, ..
 def parse_config(values: dict, file: str | Path) -> TransformerConfig:
     """config.json -> TransformerConfig. `file` is named in errors."""
     family = _family(values, file)
+    if _count(values, "num_hidden_layers", file) > MOST_LAYERS:
+        raise ValueError(f"{file}: num_hidden_layers {values['num_hidden_layers']} is more than any model has; the file is corrupt")
     hidden, heads, layers = (_count(values, key, file) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     head_dim_key = "head_dim" if values.get("head_dim") is not None else "attention_head_dim"  # the second in older Hunyuan files
     head_dim = _count(values, head_dim_key, file, hidden // heads)
@@ -197,6 +200,8 @@ def read_json(file: Path) -> dict:
 
 def _family(values: dict, file: str | Path) -> str:
     named = values.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"{file}: architectures should be a list of names, not {named!r}")
     known = [ARCHITECTURES[name] for name in named if isinstance(name, str) and name in ARCHITECTURES]
     if known:
         return known[0]

@@ -238,8 +238,15 @@ def check(source: TensorSource, leaves) -> None:
                 )
 
 
+def check_counts(config: TransformerConfig, tensors: int, path: Path) -> None:
+    """Refuse numbers of layers and experts that the checkpoint cannot hold, before anything is built one by one."""
+    check_depth(config.num_layers, tensors, path)
+    experts = 0 if config.moe is None else config.moe.num_experts * sum(map(config.is_sparse, range(config.num_layers)))
+    if experts > tensors:
+        raise ValueError(f"{path} claims {experts} experts but holds only {tensors} tensors; the configuration is wrong")
+
+
 def check_depth(layers: int, tensors: int, path: Path) -> None:
-    """Refuse a number of layers that the checkpoint cannot hold, before anything is built layer by layer."""
     if layers > tensors:
         raise ValueError(f"{path} claims {layers} layers but holds only {tensors} tensors; its configuration is wrong or it is incomplete")
 

@@ -195,7 +195,7 @@ def _describe_gguf(path: Path) -> Description:
         prefix="model.",
         tokenizer=tokenizers.from_gguf(file.metadata, path),
         chat_template=file.metadata.get("tokenizer.chat_template"),
-        eos_ids=gguf.eos_ids(file.metadata),
+        eos_ids=gguf.eos_ids(file.metadata, path),
         name=path.stem,
         dtype=np.dtype(jnp.bfloat16),  # dequantized weights have no dtype of their own
     )
@@ -204,7 +204,7 @@ def _describe_gguf(path: Path) -> Description:
 def _describe_directory(path: Path, name: str) -> Description:
     config, eos = hf.read_config(path)
     tensors = hf.open_tensors(path)
-    layout.check_depth(config.num_layers, len(tensors.names()), path)
+    layout.check_counts(config, len(tensors.names()), path)
     prefix = hf.name_prefix(tensors)
     embedding = f"{prefix}embed_tokens.weight"
     return Description(

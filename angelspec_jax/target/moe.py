@@ -40,8 +40,8 @@ def moe_specs(config: MoEConfig, width: int, quantize: str | None = None) -> MoE
 def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     """Weighted sum of the chosen experts' SwiGLU, in float32.
 
-    On a mesh, that of `jax.set_mesh` or else `config.mesh`, every device runs the experts it holds on the rows of its data shard, and the sums
-    are added up. Left to itself the partitioner would gather all experts' weights on every device.
+    On a mesh, that of `jax.set_mesh` or else `config.mesh`, every device runs the experts it holds on the rows of its data shard, and the
+    sums are added up. Left to itself the partitioner would gather all experts' weights on every device.
     """
     rows = x.reshape(-1, x.shape[-1])
     chosen, weights = route(moe, config, rows)
