@@ -29,6 +29,7 @@ LAYER, MIDLAYER = "layers.0.", "midlayer."
 EMBED, HEAD, OFFSETS, PRESENT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 DEEPSPEC = "Qwen3Eagle3Model"
 DRAFTS = "num_speculative_tokens"  # ours
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read(
@@ -93,6 +94,24 @@ def describe(config: Eagle3Config) -> dict[str, str]:
         "next step reads": "the normed output" if config.feedback_norm else "the output",
         "rope base": f"{config.transformer.rope.theta:g}",
     }
+
+
+def origins(tensors: TensorSource, settings: Mapping[str, Any], answers: Overrides, config: Eagle3Config) -> dict[str, str]:
+    """What says so, for the rows of `describe` that a tensor does not tell."""
+    del tensors, config
+    inner = settings.get("eagle_config")
+    ids = next((key for key in ("target_layer_ids", "eagle_config") if settings.get(key) is not None), "the published default")
+    ids = "the published default" if ids == "eagle_config" and not (isinstance(inner, Mapping) and inner.get(AUX_IDS)) else ids
+    drafts = next((key for key in (DRAFTS, "ttt_length") if key in settings), "our default")
+    norm = "norm_output" if settings.get("norm_output") is not None else "all trainers' default"
+    said = {"drafts per round": drafts, "target layers": ids, "next step reads": norm, "rope base": "config.json"}
+    answered = {
+        "drafts per round": answers.num_drafts,
+        "target layers": answers.taps,
+        "next step reads": answers.feedback_norm,
+        "rope base": answers.rope_theta,
+    }
+    return {name: said[name] if answer is None else "the caller" for name, answer in answered.items()}
 
 
 def refuse_export(config: Eagle3Config, layout: str, copies: Mapping[str, Any]) -> None:
@@ -211,7 +230,7 @@ def _taps(source: Renamed, settings: Mapping[str, Any], answers: Overrides, widt
         raise ValueError(
             f"{where}: config.json does not say how many layers the target has; pass it, as in load_drafter(..., target_num_layers=36)"
         )
-    ids = settings.get("target_layer_ids", inner.get("eagle_aux_hidden_state_layer_ids") if isinstance(inner, Mapping) else None)
+    ids = settings.get("target_layer_ids", inner.get(AUX_IDS) if isinstance(inner, Mapping) else None)
     ids = default_taps(depth) if answers.taps is None and ids is None else ids if answers.taps is None else answers.taps
     if not isinstance(ids, list | tuple) or any(type(index) is not int for index in ids):
         raise ValueError(f"{where}: the layer ids must be a list of integers, got {ids!r}")
@@ -272,7 +291,7 @@ def _settings(config: Eagle3Config, layout: str) -> dict[str, Any]:
         "target_hidden_size": model.hidden_size,
         "target_num_hidden_layers": config.target_num_layers,
         "num_aux_hidden_states": len(config.taps),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(config.taps)},
+        "eagle_config": {AUX_IDS: list(config.taps)},
         "fc_norm": config.fc_norm,
         **({"norm_output": config.feedback_norm} if layout != "specforge" else {}),
     }

@@ -84,6 +84,14 @@ def describe(config: MTPConfig) -> dict[str, str]:
     }
 
 
+def origins(tensors: TensorSource, settings: Mapping[str, Any], answers: Overrides, config: MTPConfig) -> dict[str, str]:
+    """What says so, for the rows of `describe` that a tensor does not tell."""
+    del tensors, config
+    answered = {"drafts per round": answers.num_drafts, "reads": answers.input_postnorm, "rope base": answers.rope_theta}
+    said = {"drafts per round": DRAFTS if DRAFTS in settings else "our default", "reads": POSTNORM, "rope base": "config.json"}
+    return {name: said[name] if answer is None else "the caller" for name, answer in answered.items()}
+
+
 def open_module(tensors: TensorSource, settings: Mapping[str, Any]) -> tuple[Renamed, int]:
     """The module's tensors under plain names, and the number of the target's layers."""
     found = {match[1] for name in tensors.names() if (match := AT_LAYER.fullmatch(strip(name))) and match[2] == "eh_proj.weight"}
