@@ -225,6 +225,7 @@ def chat(
 def train(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one such as train/smollm2_dfly.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the file's.")] = None,
+    profile: Annotated[int, typer.Option(min=0, metavar="STEPS", help="Trace so many steps for xprof, in the run's folder.")] = 0,
     coordinator: Coordinator = None,
     number: Processes = None,
     process_id: ProcessId = None,
@@ -248,7 +249,7 @@ def train(
 
     command = shlex.join(["angelspec", "train", config, *(overrides or [])])
     with processes.joined(cluster, expected):
-        folder = trainer.train(settings, evaluate=online_eval.evaluator, command=command)
+        folder = trainer.train(settings, evaluate=online_eval.evaluator, command=command, profile=profile)
         if processes.first():
             typer.echo(str(folder))
 

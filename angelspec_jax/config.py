@@ -192,6 +192,8 @@ class EvaluationSection:
     batches: int = 8  # of validation loss and simulated tau
     prompts: int = 4  # per domain, decoded speculatively for real; 0 = none
     max_new_tokens: int = 64
+    tensorboard: bool = False  # also write TensorBoard events, in the run's folder
+    tolerance: float = 0.25  # warn when served and simulated tau part by more than this share of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""What a run says: JSONL metrics for machines, a progress bar on a terminal, plain lines elsewhere. Process 0 only."""
+"""What a run says: JSONL metrics and TensorBoard events for machines, a bar on a terminal, plain lines elsewhere. Process 0 only."""
 
 import json
 import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,8 +19,9 @@ FILE = "metrics.jsonl"
 class Journal:
     """metrics.jsonl of a run folder; records of steps that a resumed run repeats are taken back first."""
 
-    def __init__(self, folder: Path, start_step: int, write: bool = True):
+    def __init__(self, folder: Path, start_step: int, write: bool = True, tensorboard: bool = False):
         self._file = None
+        self._board = Board(folder, start_step, write and tensorboard)
         if not write:
             return
         path = folder / FILE
@@ -33,10 +37,98 @@ class Journal:
             record = {"kind": kind, "step": step, "time": round(time.time(), 3), **{k: numbers(v) for k, v in values.items()}}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+            self._board.write(kind, step, values)
 
     def close(self) -> None:
+        self._board.close()
         if self._file is not None:
             self._file.close()
+
+
+class Board:
+    """TensorBoard events of a run, in its folder `tensorboard`; does nothing unless it is wanted.
+
+    Raises ValueError where the tensorboard extra is missing.
+    """
+
+    def __init__(self, folder: Path, start_step: int, write: bool):
+        self._writer = None
+        if not write:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "evaluation.tensorboard needs the tensorboardX package: pip install 'angelspec-jax[tensorboard]', or set it to false"
+            ) from error
+        # What a resumed run repeats replaces what was written of those steps.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers as kind/name; lists as one scalar for each position, from 1; mappings as kind/name/key."""
+        if self._writer is not None:
+            for name, value in scalars(kind, values):
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in any nesting of mappings and lists, each with its place."""
+    value = numbers(value)
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return
+    if isinstance(value, int | float):
+        yield name, float(value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from scalars(f"{name}/{key}", inner)
+    elif isinstance(value, Sequence):
+        for place, inner in enumerate(value, 1):
+            yield from scalars(f"{name}/{place}", inner)
+
+
+class Profile:
+    """A trace of a few steps for xprof, in the folder `profile` of a run: the steps after the first two, which compile."""
+
+    WARM = 2
+
+    def __init__(self, folder: Path, start_step: int, steps: int):
+        self.folder, self._first, self._last = folder / "profile", start_step + self.WARM, start_step + self.WARM + steps
+        self._wanted, self._running = steps > 0, False
+
+    def before(self, index: int) -> None:
+        """The step with this index is about to begin."""
+        if self._wanted and index == self._first:
+            jax.profiler.start_trace(str(self.folder))
+            self._running = True
+
+    def after(self, done: int) -> bool:
+        """So many steps are done; True when the trace was complete with this one."""
+        complete = self._running and done >= self._last
+        if complete:
+            self.close()
+        return complete
+
+    def close(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+def peak_memory() -> int | None:
+    """Most bytes this process has had in use: of its first device, or of the machine where the device is the processor."""
+    statistics_of_device = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics_of_device:
+        return int(statistics_of_device["peak_bytes_in_use"])
+    try:
+        import resource
+    except ImportError:  # no such call on this system
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Clock:

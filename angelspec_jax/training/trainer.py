@@ -33,7 +33,7 @@ from angelspec_jax.target.loading import Target, load_target
 from angelspec_jax.training import prepare, step
 from angelspec_jax.training.checkpoint import Checkpoints
 from angelspec_jax.training.optimizer import averaged, make_optimizer
-from angelspec_jax.training.progress import Clock, Display, Journal, numbers
+from angelspec_jax.training.progress import Clock, Display, Journal, Profile, numbers, peak_memory
 
 EXPORT = "drafter"  # folder of the exported drafter inside the run's folder
 SHOWN = ("loss", "tau", "tau_greedy")
@@ -59,14 +59,20 @@ class Job:
 
 
 def train(
-    config: TrainConfig, *, evaluate: Callable[[Job], Evaluate] | None = None, command: str | None = None, target: Target | None = None
+    config: TrainConfig,
+    *,
+    evaluate: Callable[[Job], Evaluate] | None = None,
+    command: str | None = None,
+    target: Target | None = None,
+    profile: int = 0,
 ) -> Path:
     """Train a drafter and return the folder it was exported to.
 
     A run folder with checkpoints is continued. `evaluate(job)` makes the function that decodes held-out prompts for real every
-    `evaluation.every` steps; `command` is recorded in the drafter's card; `target` replaces loading `config.target`. On SIGTERM or SIGINT
-    the state is saved, then SystemExit is raised with 128 + signal number. Raises ValueError, FileNotFoundError or OSError with one
-    sentence; nothing is compiled before config, data, target and an existing checkpoint have been found to fit together.
+    `evaluation.every` steps; `command` is recorded in the drafter's card; `target` replaces loading `config.target`; `profile` steps are
+    traced for xprof. On SIGTERM or SIGINT the state is saved, then SystemExit is raised with 128 + signal number. Raises ValueError,
+    FileNotFoundError or OSError with one sentence; nothing is compiled before config, data, target and an existing checkpoint have been
+    found to fit together.
     """
     display = Display(config.train.steps, show=jax.process_index() == 0)
     folder = _folder(config)
@@ -76,7 +82,7 @@ def train(
         check_same_run(checkpoints, config)
         run = Run.create(prepare_job(config, target, display.say), checkpoints, display, evaluate)
         with Interrupted() as interrupted:
-            exported = run.go(interrupted, command)
+            exported = run.go(interrupted, command, profile)
     except BaseException as error:
         if jax.process_count() > 1 and processes.lost(error):
             raise ConnectionError(processes.LOST) from error  # closing would wait for who is not there
@@ -193,24 +199,29 @@ class Run:
         online = evaluate(job) if evaluate is not None and config.evaluation.prompts else None
         return cls(job, train_step, validate, frozen, schedule, drafter, initial, checkpoints, display, online)
 
-    def go(self, interrupted: "Interrupted", command: str | None) -> Path:
+    def go(self, interrupted: "Interrupted", command: str | None, profile: int = 0) -> Path:
         """Every step that is left, then the export."""
         config, total = self.job.config, self.job.config.train.steps
         state, start, spent = self.restore()
         folder, main = Path(config.output), jax.process_index() == 0
-        journal, clock = Journal(folder, start, write=main), Clock(spent)
+        journal, clock = Journal(folder, start, main, config.evaluation.tensorboard), Clock(spent)
+        tracing = Profile(folder, start, profile)
         batches = pipeline.batches(
             self.job.training, config.train.batch_size, config.data.max_length, config.data.seed, jax.process_index(), jax.process_count()
         )
-        window: list[tuple[dict, float]] = []
+        window: list[tuple[dict, float, int]] = []
         measured: Mapping[str, Any] = {}
         self.display.start(start)
-        with contextlib.closing(journal), contextlib.closing(pipeline.iterate(batches, start, total)) as stream:
+        reading = contextlib.closing(pipeline.iterate(batches, start, total))
+        with contextlib.closing(journal), contextlib.closing(tracing), reading as stream:
             for index, host_batch in stream:
+                tracing.before(index)
                 state, metrics = self.train_step(state, self.frozen, self.place(host_batch), self.stage(index))
                 jax.block_until_ready(metrics)
-                window.append((metrics, clock.tick()))
+                window.append((metrics, clock.tick(), int(host_batch["lengths"].sum()) * jax.process_count()))
                 done = index + 1
+                if tracing.after(done):
+                    self.display.say(f"steps up to {done} were traced in {tracing.folder}; look at them with xprof or TensorBoard")
                 self.display.advance(done)
                 stop = processes.agree(interrupted.signal or 0)  # a signal to one process stops all at the same step
                 saving = stop or done % config.train.save_every == 0 or done == total
@@ -262,19 +273,21 @@ class Run:
         record = {"config": configs.as_dict(self.job.config), "seconds": clock.spent, **self.identity()}
         self.checkpoints.save(done, state, record)
 
-    def log(self, window: list[tuple[dict, float]], done: int, clock: Clock, journal: Journal) -> None:
+    def log(self, window: list[tuple[dict, float, int]], done: int, clock: Clock, journal: Journal) -> None:
         """Means over the steps since the last record. Raises FloatingPointError when training has diverged, before anything is saved."""
-        values = merge([jax.device_get(metrics) for metrics, _ in window])
+        values = merge([jax.device_get(metrics) for metrics, _, _ in window])
         if not np.isfinite([values["loss"], values["gradient_norm"]]).all():
             kept = self.checkpoints.latest_step()
             raise FloatingPointError(
                 f"the loss or its gradient is not finite before step {done}; lower train.learning_rate or check the data "
                 f"(last checkpoint: {'none' if kept is None else f'step {kept}'})"
             )
-        seconds = float(np.mean([s for _, s in window]))
+        total = sum(s for _, s, _ in window)
+        seconds = total / len(window)
         rate = {"learning_rate": float(self.schedule(done - 1)), "stage": self.stage(done - 1)}
-        times = {"step_seconds": seconds, "longest_step_seconds": max(s for _, s in window), "seconds": clock.spent}
-        journal.write("train", done, values | rate | times)
+        times = {"step_seconds": seconds, "longest_step_seconds": max(s for _, s, _ in window), "seconds": clock.spent}
+        use = {"tokens_per_second": sum(tokens for _, _, tokens in window) / max(total, 1e-9), "peak_memory_bytes": peak_memory()}
+        journal.write("train", done, values | rate | times | use)
         self.display.report(done, {name: values[name] for name in SHOWN if name in values} | {"lr": rate["learning_rate"]}, seconds)
 
     def evaluate(self, state: step.TrainState, done: int, journal: Journal) -> Mapping[str, Any]:
@@ -292,6 +305,11 @@ class Run:
         measured = self.online(dataclasses.replace(self.drafter, params=params), done)
         journal.write("speculative", done, dict(measured))
         self.display.say(f"step {done}: served {json.dumps(numbers(dict(measured)))}")
+        pairs = side_by_side({name: values["tau_greedy"] for name, values in by_domain.items()}, measured.get("tau") or {})
+        if pairs:
+            journal.write("tau", done, pairs)
+        for warning in apart(pairs, self.job.config.evaluation.tolerance):
+            self.display.say(f"warning, step {done}: {warning}")
         return measured
 
     def validation_indices(self) -> dict[str, list[int]]:
@@ -336,6 +354,29 @@ class Run:
         supervised = sum(int(data.samples[index]["loss_mask"].sum()) for index in data.training.indices)
         held_out = f"; ids divisible by {self.job.config.data.validation_modulus} held out" if data.validation_conversations else ""
         return f"{files}: {len(data.training)} sequences, {supervised} supervised tokens{held_out}"
+
+
+def side_by_side(simulated: Mapping[str, float], served: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Simulated and served greedy tau of every domain that has both; conversations without a domain are "all"."""
+    return {
+        name or "all": {"simulated": float(value), "served": float(served[name or "all"])}
+        for name, value in simulated.items()
+        if (name or "all") in served
+    }
+
+
+def apart(pairs: Mapping[str, Mapping[str, float]], tolerance: float) -> list[str]:
+    """A sentence for every domain whose served tau is off the simulated one by more than `tolerance` of it.
+
+    The two need not be equal: the simulation starts everywhere in given answers, serving where rounds begin in the target's own. Far apart,
+    they say that training does not see what serving does.
+    """
+    return [
+        f"{domain or 'all'} is served at tau {pair['served']:.2f}, simulated {pair['simulated']:.2f}; are the training answers the "
+        "target's own, with its chat template and thinking mode? (angelspec regenerate writes such answers)"
+        for domain, pair in pairs.items()
+        if abs(pair["served"] - pair["simulated"]) > tolerance * pair["simulated"]
+    ]
 
 
 class Interrupted:
