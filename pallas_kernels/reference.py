@@ -4,6 +4,8 @@ They are what CPU and GPU run, and what the kernels are tested against. No twin 
 one column of the table at a time.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
@@ -60,8 +62,16 @@ def tree_attention(
 
     if table is None:
         assert v_cache is not None, "slots hold keys and values apart"
-        seen = _prefix_mask(prefix_length, position, 0, v_cache.shape[2], window)
-        statistics = _accumulate(statistics, _scores(queries, k_cache, seen, scale, "rges"), v_cache)
+
+        def leading(length, statistics):
+            seen = _prefix_mask(prefix_length, position, 0, length, window)
+            scores = _scores(queries, k_cache[..., :length], seen, scale, "rges")
+            return _accumulate(statistics, scores, v_cache[:, :, :length])
+
+        lengths = _prefix_lengths(v_cache.shape[2])
+        used = jnp.searchsorted(jnp.asarray(lengths, jnp.int32), jnp.max(prefix_length))
+        branches = [functools.partial(leading, length) for length in lengths]
+        statistics = jax.lax.switch(used, branches, statistics) if len(branches) > 1 else branches[0](statistics)
     else:
         page = k_cache.shape[2]
 
@@ -86,6 +96,11 @@ def tree_attention(
     offset = jnp.arange(rows, dtype=jnp.int32) - row_start[request]
     owned = (offset >= 0) & (offset < max_rows) & (jnp.arange(rows) < row_start[-1])
     return jnp.where(owned[:, None, None], out[request, jnp.clip(offset, 0, max_rows - 1)], jnp.zeros((), q.dtype))
+
+
+def _prefix_lengths(capacity: int) -> tuple[int, ...]:
+    """How many keys of a slot can be read: a short text must not pay for all of its slot, nor every length be a program of its own."""
+    return tuple(sorted({max(capacity // 4, min(128, capacity)), max(capacity // 2, min(128, capacity)), capacity}))
 
 
 def _scores(queries, keys, seen, scale, layout="rgse", factor=None):

@@ -165,7 +165,9 @@ def _verify_rounds(
         features, hidden, new_kv = forward(params, config, tokens.reshape(-1), positions, rows, cache, taps)
         chosen = jnp.argmax(logits(params, hidden), axis=-1).astype(jnp.int32)
         used = used + jnp.sum(features.astype(jnp.float32))  # features must not be optimized away
-        return kv_cache.commit(cache, new_kv, rows.request, positions, rows.valid), chosen.reshape(requests, width), used
+        # As in a step, what is written depends on what was chosen; otherwise XLA copies the cache, which it could read after the write.
+        cache = kv_cache.commit(cache, new_kv, rows.request, positions, rows.valid & (chosen >= 0))
+        return cache, chosen.reshape(requests, width), used
 
     cache, tokens, used = jax.lax.fori_loop(0, ROUNDS, once, (cache, tokens, jnp.float32(0.0)))
     return cache, jnp.where(jnp.isnan(used), 0, tokens)

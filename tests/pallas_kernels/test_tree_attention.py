@@ -243,3 +243,17 @@ def test_bad_shapes_are_one_sentence():
     integers = [x.astype(jnp.int8) if 3 <= i <= 4 else x for i, x in enumerate(_case([3], [2], page=32)[1])]
     with pytest.raises(ValueError, match="int8 come with k_scale"):
         tree_attention(*integers, causal=False, max_rows=8, scale=1.0, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "read"), [((0, 0), 128), ((5, 128), 128), ((129, 3), 256), ((256, 0), 256), ((1, 257), 512), ((512, 511), 512)]
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+def test_slots_are_read_as_far_as_the_longest_prefix_needs(prefixes, read, causal):
+    _, case = _case([3, 4], prefixes, page=512, pages=1, poison=False)
+    options = {"causal": causal, "scale": 0.125, "max_rows": 8}
+    k_cache, v_cache = (np.array(cache)[np.asarray(case[5])[:, 0]] for cache in case[3:5])
+    k_cache[:, :, read:] = v_cache[:, :, read:] = np.nan
+    slots = (*case[:3], jnp.asarray(np.swapaxes(k_cache, 2, 3)), jnp.asarray(v_cache), None, *case[6:])
+    got = _jitted(reference.tree_attention, **options)(*slots)
+    np.testing.assert_allclose(got, _dense(case, causal, 0.125, None), atol=2e-6)
