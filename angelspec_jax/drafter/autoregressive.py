@@ -102,7 +102,9 @@ def draft(
     # The first row repeats the last committed one, for its output: it stands in flight, and the cache is read up to the row before it.
     # A request of one token has no committed row; its drafts mean nothing, and are verified like all others.
     base = jnp.maximum(seen.prefix_length - 1, 0)
-    rows = uniform_rows(base, depth)
+    rows, cache = uniform_rows(base, depth), state.cache
+    k_cache: Any = cache.k[0]
+    v_cache: Any = None if cache.v is None else cache.v[0]
     all_positions = (base[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]).reshape(-1)
     head = cell.head(params, config, shared.head)
     size = min(policy.candidates, head.shape[0]) or head.shape[0]
@@ -117,7 +119,7 @@ def draft(
             queries = jnp.broadcast_to(q[:, None], (requests, depth, *q.shape[1:]))
             keys, values = (flat(_put(old, k, x)) for old, x in zip(kv, new, strict=True))
             out = attend(
-                flat(queries), keys, values, state.cache.k[0], state.cache.v[0], state.cache.table, rows, all_positions,
+                flat(queries), keys, values, k_cache, v_cache, cache.table, rows, all_positions,
                 scale=model.attention_scale, window=model.sliding_window,
             )  # fmt: skip
             return _slot(out.reshape(queries.shape), k)

@@ -31,7 +31,7 @@ def start(drafter: Drafter, target: Target):
     if isinstance(params, BlockDrafter):
         count = len(params.layers)
         chosen = [round(i * last / max(count - 1, 1)) for i in range(count)]
-        layers = tuple(_copy(own, layer_at(target.params.layers, index)) for own, index in zip(params.layers, chosen, strict=True))
+        layers = tuple(_copy(own, _layer(target, index)) for own, index in zip(params.layers, chosen, strict=True))
         return dataclasses.replace(params, layers=layers, context=_context(params, layers))
     if isinstance(params, MTP):
         carried = _carried(drafter, target)
@@ -55,7 +55,7 @@ def _last_layer_mtp(params: MTP, drafter: Drafter, target: Target) -> MTP:
     Only then does the layer weigh against what it is added to as in the target; the embedding, small beside it, is left to training. (On
     SmolLM2 the loss after 20 steps is 4.9, and 5.9 after ten where the stream is five times too small.)
     """
-    layer = _copy(params.layer, layer_at(target.params.layers, target.config.num_layers - 1))
+    layer = _copy(params.layer, _layer(target, target.config.num_layers - 1))
     final, width = jnp.array(target.params.final_norm, params.norm.dtype), params.norm.shape[0]
     size = jnp.sqrt(jnp.mean(jnp.square(final)))
     undone = jnp.where(jnp.abs(final) > 0.05 * size, size / final, 0.0)
@@ -78,7 +78,7 @@ def _residual_scale(target: Target) -> float:
 
 
 def _last_layer_eagle3(params: Eagle3, drafter: Drafter, target: Target) -> Eagle3:
-    last, width = layer_at(target.params.layers, target.config.num_layers - 1), params.norm.shape[0]
+    last, width = _layer(target, target.config.num_layers - 1), params.norm.shape[0]
     # Attention reads the hidden half as the target's layer reads its input, and the embedding's half not yet.
     both = jnp.concatenate([jnp.zeros_like(last.qkv), last.qkv])
     layer = _copy(params.layer, dataclasses.replace(last, qkv=both))
@@ -109,6 +109,12 @@ def _carried(drafter: Drafter, target: Target) -> MTP | None:
             f"intermediate_size, qk_norm and moe open and set drafter.family={shape.family}, or set drafter.init=random"
         )
     return jax.tree.map(lambda own, given: jax.device_put(given.astype(own.dtype), own.sharding), drafter.params, found)
+
+
+def _layer(target: Target, index: int) -> Any:
+    if target.config.quantize is not None:
+        raise ValueError("drafter.init=target copies weights, and those of this target are 8-bit; set drafter.init=random")
+    return layer_at(target.params.layers, index)
 
 
 def _copy(own: Layer, source: Layer) -> Layer:
