@@ -1,5 +1,6 @@
 """Local paths, hub ids and buckets become local paths; the hub and the bucket are stand-ins, no network is used."""
 
+import contextlib
 import shutil
 import types
 
@@ -7,9 +8,13 @@ import huggingface_hub
 import pytest
 from etils import epath
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from typer.testing import CliRunner
 
 from angelspec_jax import places
+from angelspec_jax.cli import app
+from angelspec_jax.drafter.loading import load_drafter
 from angelspec_jax.target.loading import describe, load_target
+from angelspec_jax.training.prepare import check_initial
 
 pytest_plugins = ["toy_model"]
 CONTENT = {"config.json": "{}", "model.safetensors": "weights", "chat_template.jinja": "x", "README.md": "words", "tokenizer.model": "t"}
@@ -122,3 +127,26 @@ def test_a_bucket_out_of_reach_is_one_sentence(bucket, monkeypatch):
         places.resolve("gs://bucket/toy")
 
 
+
+
+DOORS = {
+    "target": lambda: load_target("Org/Name"),
+    "drafter": lambda: load_drafter("Org/Name", None),
+    "initial drafter": lambda: check_initial("Org/Name", None),
+    "convert": lambda: CliRunner().invoke(app, ["convert", "Org/Name", "not-there", "--layout", "zlab"], catch_exceptions=False),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_path_may_be_a_name(door, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def resolve(source, revision=None):
+        asked.append(str(source))
+        raise FileNotFoundError("no network here")
+
+    monkeypatch.setattr(places, "resolve", resolve)
+    with contextlib.suppress(FileNotFoundError):
+        DOORS[door]()
+    assert asked == ["Org/Name"]
