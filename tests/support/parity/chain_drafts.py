@@ -1,12 +1,14 @@
 """Rounds of autoregressive drafters: prefill, greedy steps, and a second round after some drafts were accepted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from angelspec_jax.drafter import layouts, registry
 from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
-from angelspec_jax.target.transformer import TargetParams
+from angelspec_jax.training import ttt
 from parity.case import Case, supported
 
 FULL = DraftPolicy(jnp.float32(0.0), candidates=0)
@@ -32,23 +34,24 @@ def borrowed(case: Case, draft_ids) -> Shared:
 def check_mtp(case: Case) -> None:
     params, config, draft_ids = read(case)
     shared, io = borrowed(case, draft_ids), case.io
+    tokens = io["in.input_ids"][0]
     hidden = jnp.asarray(io["in.target_last_hidden"][0])
-    _compare_states(case, params, config, shared, hidden, io["in.input_ids"][0], [io[f"out.step{k}.hidden"] for k in range(4)])
+    _compare_states(case, params, config, shared, hidden, tokens, [io[f"out.step{k}.hidden"] for k in range(4)])
     logits = [io[f"out.step{k}.logits"] for k in range(4)]
-    _compare_round(case, params, config, shared, hidden[:, None], hidden, io["in.input_ids"][0], 0, None, "", logits, io["out.draft_tokens"])
+    _compare_round(case, params, config, shared, hidden[:, None], hidden, tokens, 0, None, "", logits, io["out.draft_tokens"])
 
 
 def check_eagle3(case: Case) -> None:
     """Llama-layer EAGLE-3: prefill and four steps."""
     params, config, draft_ids = read(case)
     shared, io = borrowed(case, draft_ids), case.io
-    features = _features(io["in.target_hidden"], config)
+    tokens, features = io["in.input_ids"][0], _features(io["in.target_hidden"], config)
     cell = registry.module(config).CELL
     fused = cell.condition(params, config, features, features[:, 0])
     case.close("fc_out", fused, io["out.fc_out"][0])
     logits = [io[f"out.step{k}.logits"] for k in range(5)]
-    _compare_states(case, params, config, shared, fused, io["in.input_ids"][0], [io[f"out.step{k}.hidden"] for k in range(4)])
-    _compare_round(case, params, config, shared, features, features[:, 0], io["in.input_ids"][0], 0, None, "", logits, io["out.draft_tokens"])
+    _compare_states(case, params, config, shared, fused, tokens, [io[f"out.step{k}.hidden"] for k in range(4)])
+    _compare_round(case, params, config, shared, features, features[:, 0], tokens, 0, None, "", logits, io["out.draft_tokens"])
 
 
 def check_deepspec_eagle3(case: Case) -> None:
@@ -72,7 +75,7 @@ def _said(io, turn: str):
 def _compare_round(case: Case, params, config, shared, features, hidden, tokens, start, state, turn, logits, drafts):
     """Digest the rows from position `start` on and draft: tokens, and the probability of each under the drafter."""
     module = registry.module(config)
-    config = _deep(config, len(logits))
+    config = dataclasses.replace(config, num_drafts=len(logits))
     tokens, count = jnp.asarray(tokens, jnp.int32), features.shape[0]
     positions = jnp.arange(start, start + count, dtype=jnp.int32)
     state = module.create_state(config, 1, WIDE) if state is None else state
@@ -91,8 +94,6 @@ def _compare_round(case: Case, params, config, shared, features, hidden, tokens,
 
 def _compare_states(case: Case, params, config, shared, condition, tokens, expected) -> None:
     """Hidden states of the unrolled chain: at the last position at every step, and of the first step at all positions."""
-    from angelspec_jax.training import ttt
-
     cell = registry.module(config).CELL
     tokens = jnp.asarray(tokens, jnp.int32)
     padded = jnp.concatenate([condition, jnp.zeros_like(condition[:1])])[None]
@@ -116,12 +117,6 @@ def _scored(params, config, hidden):
     if config.family.startswith("mtp"):
         return hidden
     return registry.module(config).CELL.write(params, config, hidden)[1]
-
-
-def _deep(config, drafts: int):
-    import dataclasses
-
-    return dataclasses.replace(config, num_drafts=drafts)
 
 
 def _features(values: np.ndarray, config) -> jax.Array:
