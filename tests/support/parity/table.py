@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parity import block_drafts, block_training, generation, loss_table, targets
+from parity import block_drafts, block_training, chain_drafts, chain_training, generation, loss_table, targets
 from parity.case import Case, Unsupported
 
 CHECKS: dict[str, Callable[[Case], None]] = {
@@ -12,6 +12,12 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "deepspec_dspark_infer": block_drafts.check_rounds,
     "angelspec_block_train": block_training.check_angelspec,
     "deepspec_dspark_train": block_training.check_deepspec,
+    "mtp_infer": chain_drafts.check_mtp,
+    "eagle3_llama_infer": chain_drafts.check_eagle3,
+    "deepspec_eagle3_infer": chain_drafts.check_deepspec_eagle3,
+    "mtp_train": chain_training.check_mtp,
+    "angelspec_eagle3_train": chain_training.check_eagle3,
+    "deepspec_eagle3_train": chain_training.check_deepspec_eagle3,
     "loss_table": loss_table.check,
     "e2e_zlab": generation.check_zlab,
 }
