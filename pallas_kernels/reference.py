@@ -68,7 +68,8 @@ def tree_attention(
             scores = _scores(queries, k_cache[..., :length], seen, scale, "rges")
             return _accumulate(statistics, scores, v_cache[:, :, :length])
 
-        lengths = _prefix_lengths(v_cache.shape[2])
+        capacity = v_cache.shape[2]
+        lengths = (capacity,) if causal else _prefix_lengths(capacity)  # a prefill chunk has other costs, and every branch is compiled
         used = jnp.searchsorted(jnp.asarray(lengths, jnp.int32), jnp.max(prefix_length))
         branches = [functools.partial(leading, length) for length in lengths]
         statistics = jax.lax.switch(used, branches, statistics) if len(branches) > 1 else branches[0](statistics)
