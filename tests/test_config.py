@@ -72,7 +72,7 @@ def test_base_cycle_is_named(tmp_path):
         ("train.betas=[0.9]", ["train.betas must be a list of 2 values"]),
         ("train.betas=0.9", ["train.betas must be a list"]),
         ("train.stages=[{until: 0.5}]", ["train: the `until` of the stages must be rising fractions that end at 1.0"]),
-        ("drafter.family=dflush", ["drafter.family must be one of dflash, dfly"]),
+        ("drafter.family=dflush", ["drafter.family must be one of dflash, dflare, dfly, dspark"]),
         ("drafter.taps=[1,x]", ["drafter.taps.1 must be a whole number"]),
         ("drafter=3", ["drafter must be a mapping"]),
         ("train.ema=half", ["train.ema must be a number"]),

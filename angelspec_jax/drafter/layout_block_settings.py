@@ -240,7 +240,7 @@ def _taps(source: Renamed, settings, answers: Overrides, model: TransformerConfi
             read = f", that is {shape[1] / width:g} target layers of width {width}," if len(shape) == 2 else ""
             raise ValueError(
                 f"{where}: {source.original['fc.weight']} has shape {list(shape)}{read} but target_layer_ids names {len(taps)}: "
-                f"{list(taps)}; pass the right ones with taps=, or --set taps=[..] on the command line"
+                f"{list(taps)}; pass the right ones with taps=, or as --set taps=[..] to angelspec convert or inspect"
             )
     return taps
 

@@ -124,7 +124,7 @@ def test_another_template_or_thinking_mode_needs_consent(tiny_target, tmp_path):
 
 
 BAD_OPTIONS = {
-    "family must be one of dflash, dfly": {"family": "eagle"},
+    "family must be one of dflash, dflare, dfly, dspark": {"family": "eagle"},
     "mask_token 97 is outside": {"mask_token": 97},
     "tapped layer 6 does not exist": {"taps": (0, 6)},
     "no option 'hidden_size'": {"hidden_size": 64},
