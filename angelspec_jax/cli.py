@@ -485,6 +485,32 @@ def inspect(
     console.print(report.checkpoint_table(drafter, found.report))
 
 
+@app.command("compile")
+def compile_programs(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a packaged one such as targets/qwen3_8b.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the file's.")] = None,
+    topology: Annotated[str, typer.Option(help="A slice: v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, ...")] = "v6e:2x4",
+    layers: Annotated[int | None, typer.Option(min=1, help="Compile the target's first layers only, which is quicker.")] = None,
+    only: Annotated[str, typer.Option(help="Programs to compile, separated by commas.")] = "kernels,decode,train",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+) -> None:
+    """Compile kernels, the decode step and the training step for TPUs that are not there; say what they need and cost."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from rich.console import Console
+
+    from angelspec_jax import compile as compiling
+    from angelspec_jax.evaluation import report
+
+    settings = compiling.load(config, overrides or [])
+    found = []
+    for program in compiling.run(settings, topology, layers=layers, parts=tuple(only.split(","))):
+        typer.echo(f"{program.program}: compiled in {program.compile_seconds:.0f} s", err=True)
+        found.append(program)
+    Console().print(compiling.table(found))
+    if output is not None:
+        report.write_json(output, {"config": config, "programs": [program.to_dict() for program in found]})
+
+
 @app.command()
 def doctor(
     target: Annotated[str | None, typer.Argument(help="Also say whether this target fits. " + TARGET_HELP)] = None,

@@ -6,6 +6,7 @@ A block that does not fit fails here with the true VMEM figures. Nothing here is
 import dataclasses
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ class Report:
     output_bytes: int
     aliased_bytes: int
     temporary_bytes: int
+    vmem_bytes: int  # of the Pallas kernel that takes most
     flops: float
     bytes_accessed: float
     estimated_seconds: float
@@ -37,20 +39,24 @@ def available() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
+def devices(topology: str) -> list:
+    """The devices of a slice that is not there (a key of `TOPOLOGIES` or a name such as "v6e:2x4"). Raises RuntimeError without libtpu."""
+    if not available():
+        raise RuntimeError('compiling for a TPU needs its compiler, libtpu, which is not installed: pip install "jax[tpu]"')
+    # Read when libtpu is first loaded: no cloud metadata server to ask here, and other processes may compile at the same time.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topologies.get_topology_desc(topology_name=TOPOLOGIES.get(topology, topology), platform="tpu").devices
+
+
 def compile_kernel(function: Callable, *arguments, topology: str = "v6e", donate: tuple[int, ...] = ()) -> Report:
     """Compile `function(*arguments)` for one device of `topology` (a key of `TOPOLOGIES` or a name such as "v6e:2x4").
 
     `arguments` are arrays or `jax.ShapeDtypeStruct`s, `donate` the positions of donated ones. Run with `JAX_PLATFORMS=cpu` on a machine
     without a TPU. Raises RuntimeError if libtpu is not installed; compiler errors pass through.
     """
-    if not available():
-        raise RuntimeError('compiling for a TPU needs its compiler, libtpu, which is not installed: pip install "jax[tpu]"')
-    # Read when libtpu is first loaded: no cloud metadata server to ask here, and other processes may compile at the same time.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     name = TOPOLOGIES.get(topology, topology)
-    devices = topologies.get_topology_desc(topology_name=name, platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("device",))
+    mesh = jax.sharding.Mesh(np.array(devices(name)[:1]), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with jax.set_mesh(mesh):  # Pallas asks the mesh which chip it compiles for
@@ -69,7 +75,14 @@ def compile_kernel(function: Callable, *arguments, topology: str = "v6e", donate
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        vmem_bytes=kernel_memory(compiled.as_text() or ""),
         flops=cost.get("flops", 0.0),
         bytes_accessed=cost.get("bytes accessed", 0.0),
         estimated_seconds=estimate if estimate > 0 else float("nan"),
     )
+
+
+def kernel_memory(text: str) -> int:
+    """Bytes of VMEM of the Pallas kernel of a compiled program (its text) that takes most."""
+    pattern = r'custom_call_target="tpu_custom_call".*?used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    return max((int(size) for size in re.findall(pattern, text)), default=0)

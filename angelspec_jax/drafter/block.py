@@ -17,10 +17,9 @@ from angelspec_jax.drafter.context import Context, conditions, context_kv, conte
 from angelspec_jax.drafter.heads import head_specs, propose, row_logits, teacher_rows
 from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.params import Param
-from angelspec_jax.target import kv_cache
+from angelspec_jax.target import kernels, kv_cache
 from angelspec_jax.target.attention import attend, block_ancestors, uniform_rows
 from angelspec_jax.target.layers import Layer, decoder_layer, layer_specs, rms_norm, rotation
-from pallas_kernels import reference
 
 
 @struct.dataclass
@@ -167,7 +166,7 @@ def training_hidden(
         k_context, v_context = context_kv(params.context, config, index, layer, context, context_turned)
 
         def see(q, k, v, k_context=k_context, v_context=v_context):
-            return reference.anchor_attention(
+            return kernels.anchor_attention(
                 q, k_context, v_context, k, v, anchors, keep, documents, anchor_documents, causal=False, scale=model.attention_scale
             )
 

@@ -94,8 +94,8 @@ def attend(
     q: Float[Array, "N H E"],
     k: Float[Array, "N G E"],
     v: Float[Array, "N G E"],
-    k_cache: Float[Array, "*L P G page E"] | Float[Array, "R G E S"],
-    v_cache: Float[Array, "*L P G page E"] | Float[Array, "R G S E"],
+    k_cache: Float[Array, "*L P G page C"] | Float[Array, "R G E S"],
+    v_cache: Float[Array, "*L P G page E"] | Float[Array, "R G S E"] | None,
     table: Int[Array, "R pages"] | None,
     rows: Rows,
     positions: Int[Array, "N"],
@@ -106,6 +106,6 @@ def attend(
 ) -> Float[Array, "N H E"]:
     """Attention of packed rows over their committed prefix and the rows in flight, by the kernel on TPU and by its twin elsewhere.
 
-    The pages may be those of all layers stacked, with `layer` to say which is meant.
+    The pages may be those of all layers stacked, with `layer` to say which is meant, and may hold keys and values in one row (C = 2E).
     """
     return kernels.tree_attention(q, k, v, k_cache, v_cache, table, rows, positions, layer, scale=scale, window=window)

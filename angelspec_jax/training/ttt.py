@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from angelspec_jax.drafter.autoregressive import Cell
+from angelspec_jax.target import kernels
 from angelspec_jax.target.layers import decoder_layer, project_kv, rotation
 from angelspec_jax.training.anchors import gather_rows
-from pallas_kernels import reference
 
 MASKS = ("label", "input")
 
@@ -59,8 +59,8 @@ def unroll(
             keys.append(k)
             values.append(v)
             own = jnp.stack(keys, axis=2), jnp.stack(values, axis=2)
-            out = reference.anchor_attention(
-                q[:, :, None], k_context, v_context, *own, first, keep, documents, own_documents, scale=model.attention_scale
+            out = kernels.anchor_attention(
+                q[:, :, None], k_context, v_context, *own, first, keep, documents, own_documents, causal=False, scale=model.attention_scale
             )
             return out[:, :, 0]
 

@@ -1,0 +1,161 @@
+"""Programs compiled for TPUs that are not there: configs and sentences always, the compiler itself with `-m tpu_aot`."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from angelspec_jax import compile as compiling
+from angelspec_jax import mesh as meshes
+from angelspec_jax import params
+from angelspec_jax.cli import app
+from angelspec_jax.config import packaged
+from angelspec_jax.decoding import generate
+from angelspec_jax.decoding.step import Plan
+from angelspec_jax.target import kv_cache
+from angelspec_jax.target.transformer import target_specs
+from pallas_kernels import aot
+
+needs_compiler = pytest.mark.skipif(not aot.available(), reason="libtpu, the TPU compiler, is not installed")
+every_chip = pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+BILLIONS = {"qwen3_8b": 8.19, "qwen3_30b_a3b": 30.5, "hy3": 295}
+
+
+@pytest.mark.parametrize("path", sorted((packaged() / "targets").glob("*.yaml")), ids=lambda path: path.stem)
+def test_packaged_targets_have_their_published_size(path):
+    models = compiling.describe(compiling.load(f"targets/{path.stem}", []), None)
+    assert params.count(target_specs(models.target)) / 1e9 == pytest.approx(BILLIONS[path.stem], rel=0.01)
+    assert models.drafter.num_drafts == 7 and models.target.scan_layers
+
+
+def test_a_target_cut_short_keeps_its_kinds_of_layers():
+    models = compiling.describe(compiling.load("targets/hy3", []), 2)
+    assert models.target.num_layers == 2 and [models.target.is_sparse(index) for index in range(2)] == [False, True]
+    assert models.drafter.taps == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["v6e", "v6e:", "v9:2x2", "v6e:2by4", "cpu:2x2"])
+def test_a_bad_topology_is_one_sentence(name):
+    with pytest.raises(ValueError, match="should look like v6e:2x4"):
+        compiling.slice_devices(name)
+
+
+def test_a_missing_compiler_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    found = CliRunner().invoke(app, ["compile", "targets/qwen3_8b", "--topology", "v6e:2x4"])
+    assert found.exit_code == 2 and "needs its compiler, libtpu, which is not installed" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "99"], "layers must lie between 1 and the target's 36"),
+        (["--only", "decode,lunch"], "no program 'lunch'"),
+        (["decode.mesh.tensor=3"], "v6e:2x4: mesh"),
+        (["drafter.mask_token=hole"], "must be a token id here"),
+    ],
+)
+def test_mistakes_are_told_before_any_compile(monkeypatch, arguments, said):
+    monkeypatch.setattr(compiling, "slice_devices", lambda topology: jax.devices()[:8])
+    monkeypatch.setattr(compiling, "compile_decode", lambda *_: pytest.fail("compiled"))
+    only = [] if "--only" in arguments else ["--only", "decode"]
+    found = CliRunner().invoke(app, ["compile", "targets/qwen3_8b", *arguments, *only])
+    assert found.exit_code == 2 and said in " ".join(found.output.split())
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
+def test_weights_that_cannot_fit_are_told_before_any_compile():
+    config = compiling.load("targets/hy3", [])
+    mesh = meshes.make_mesh(1, 1, 8, jax.devices()[:8])
+    with pytest.raises(RuntimeError, match=r"decode step does not fit v5e:2x4, which has 16\.0 GiB a device: \d+\.\d GiB of weights"):
+        compiling.compile_decode(config.decode, compiling.describe(config, None), "v5e:2x4", mesh)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
+def test_slots_and_heads_of_a_state_are_spread():
+    models = compiling.describe(compiling.load("targets/qwen3_8b", []), 2)
+    plan = Plan(models.target, models.drafter, budgets=(0, 7))
+    mesh = meshes.make_mesh(2, 1, 4, jax.devices()[:8])
+    state = jax.eval_shape(lambda: generate.create_state(plan, jnp.bfloat16, 4, 256))
+    paged = jax.eval_shape(lambda: kv_cache.create(models.target, 4, 256, jnp.bfloat16, kv_cache.PAGE))
+    placed = compiling.spread_state(dataclasses.replace(state, cache=paged), 4, mesh)
+    assert placed.cache.k.sharding.shard_shape(placed.cache.k.shape) == (2, 4, 2, 128, 128)
+    assert placed.tokens.sharding.shard_shape(placed.tokens.shape) == (2, 256)
+    whole = sum(x.size * x.dtype.itemsize for x in (paged.k, paged.v))
+    assert compiling.local_bytes(placed.cache) == whole // 8
+
+
+def test_kernel_memory_is_read_from_the_program():
+    line = 'custom_call_target="tpu_custom_call", x={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"SIZE"}]}'
+    assert aot.kernel_memory("\n".join(line.replace("SIZE", size) for size in ("7", "4096", "12"))) == 4096
+    assert aot.kernel_memory("no kernel") == 0
+
+
+SMALL = ("decode.requests=8", "decode.capacity=1024", "train.batch_size=8", "train.length=1024", "train.settings.anchors=64")
+FAMILIES = {
+    "dfly": (),
+    "dspark": ("drafter.family=dspark",),
+    "mtp": ("drafter.family=mtp", "drafter.taps=null"),
+    "eagle3": ("drafter.family=eagle3", "drafter.taps=3"),
+}
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_step(topology, family):
+    """Draft loop, switch over budgets, kernels and commit in one program that keeps its caches in place."""
+    config = compiling.load("targets/qwen3_8b", [*SMALL, *FAMILIES[family]])
+    (report,) = compiling.run(config, topology, layers=2, parts=("decode",))
+    cache = 2 * 2 * 8 * 1024 * 8 * 128 * 2
+    assert report.vmem_bytes > 0  # the kernels are in it
+    assert report.temporary_bytes < max(cache, 256 * 2**20)
+    assert report.estimated_seconds > report.floor_seconds > 0
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "hy3"])
+def test_training_step(topology, name):
+    config = compiling.load(f"targets/{name}", [*SMALL, "train.mesh.fsdp=-1", "train.mesh.tensor=1"])
+    (report,) = compiling.run(config, topology, layers=2, parts=("train",))
+    assert report.vmem_bytes > 0 and report.flops > 0
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@every_chip
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "hy3"])
+def test_experts_are_not_gathered(topology, name):
+    """A device that held all experts of a layer would need several times the memory."""
+    overrides = [*SMALL, "decode.mesh.fsdp=-1", "decode.mesh.tensor=2"]
+    (report,) = compiling.run(compiling.load(f"targets/{name}", overrides), topology, layers=2, parts=("decode",))
+    moe = compiling.describe(compiling.load(f"targets/{name}", []), 2).target.moe
+    assert moe is not None
+    experts = 3 * moe.num_experts * moe.intermediate_size * (2048 if name == "qwen3_30b_a3b" else 4096) * 2
+    assert report.temporary_bytes < experts / 2
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+def test_the_command_prints_and_writes(tmp_path):
+    output = tmp_path / "found.json"
+    arguments = ["compile", "targets/qwen3_8b", *SMALL, "--topology", "v6e:2x2", "--only", "kernels", "--output", str(output)]
+    found = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert found.exit_code == 0 and "tree attention" in found.output
+    programs = json.loads(output.read_text())["programs"]
+    assert [program["program"] for program in programs] == ["tree attention", "cache commit", "anchor attention, gradient"]
+    assert programs[0]["bytes_accessed"] < 1.2 * 8 * 1024 * 4 * 128 * 2 * 2  # half of the eight kv heads
+    assert programs[0]["origins"]["hbm_bytes"].startswith("compiler")
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+def test_a_slice_that_does_not_exist_is_one_sentence():
+    with pytest.raises(ValueError, match="'v6e:3x5' does not exist"):
+        compiling.slice_devices("v6e:3x5")
