@@ -45,7 +45,8 @@ def parse_overrides(overrides: Mapping[str, Any]) -> Overrides:
 
 def how_to_answer(example: str) -> str:
     """How to answer an open decision, for the end of a sentence."""
-    return f"pass it, as in load_drafter(..., {example}), or as --set {example} to angelspec convert or inspect"
+    setting = example.replace("=True", "=true")  # as JSON has it
+    return f"pass it, as in load_drafter(..., {example}), or as --set {setting} to angelspec convert or inspect"
 
 
 def integer(value, key: str, where) -> int:

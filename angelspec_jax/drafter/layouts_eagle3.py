@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from angelspec_jax.drafter.eagle3 import Eagle3, Eagle3Config, default_taps, drafter_specs
-from angelspec_jax.drafter.layout_settings import CONFIG, Overrides, check_draft_ids, rope_scaling
+from angelspec_jax.drafter.layout_settings import CONFIG, Overrides, check_draft_ids, how_to_answer, rope_scaling
 from angelspec_jax.drafter.layout_source import Renamed, architecture, plain_leaf, read_leaves, strip, transposed_leaf, whole
 from angelspec_jax.target import hf
 from angelspec_jax.target.config import TransformerConfig
@@ -185,7 +185,7 @@ def _transformer(source: Renamed, settings: Mapping[str, Any], answers: Override
     if answers.rope_theta is not None:
         values |= {"rope_theta": answers.rope_theta, "rope_parameters": None}
     if values.get("rope_theta") is None and not values.get("rope_parameters"):
-        raise ValueError(f"{file} does not say rope_theta; pass it, as in load_drafter(..., rope_theta=1e6)")
+        raise ValueError(f"{file} does not say rope_theta; {how_to_answer('rope_theta=1e6')}")
     model = hf.parse_config(values, file)
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     if model.num_layers != 1 or layers != {"0"}:
@@ -228,7 +228,7 @@ def _taps(source: Renamed, settings: Mapping[str, Any], answers: Overrides, widt
     )
     if depth is None:
         raise ValueError(
-            f"{where}: config.json does not say how many layers the target has; pass it, as in load_drafter(..., target_num_layers=36)"
+            f"{where}: config.json does not say how many layers the target has; {how_to_answer('target_num_layers=36')}"
         )
     ids = settings.get("target_layer_ids", inner.get(AUX_IDS) if isinstance(inner, Mapping) else None)
     ids = default_taps(depth) if answers.taps is None and ids is None else ids if answers.taps is None else answers.taps

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from angelspec_jax.drafter.layout_settings import CONFIG, DRAFT_IDS, Overrides, read_draft_ids, rope_scaling
+from angelspec_jax.drafter.layout_settings import CONFIG, DRAFT_IDS, Overrides, how_to_answer, read_draft_ids, rope_scaling
 from angelspec_jax.drafter.layout_source import Renamed, plain_leaf, read_leaves, strip, transposed_leaf
 from angelspec_jax.drafter.mtp import MTP, MTPConfig, drafter_specs
 from angelspec_jax.target import hf
@@ -39,7 +39,7 @@ def read(
     if not isinstance(postnorm, bool):
         raise ValueError(
             f"{source.path}: config.json does not say {POSTNORM}, whether the module reads the target's hidden state after its final norm; "
-            "pass it, as in load_drafter(..., input_postnorm=True), which is what serving engines hand over"
+            f"{how_to_answer('input_postnorm=True')}; true is what serving engines hand over"
         )
     drafts = settings.get(DRAFTS) if answers.num_drafts is None else answers.num_drafts
     if drafts is not None and type(drafts) is not int:
