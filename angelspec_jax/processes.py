@@ -79,7 +79,9 @@ def start(cluster: Cluster) -> None:
     names = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
     limits = dict.fromkeys(names, cluster.timeout)
     if cluster.coordinator is None:
-        jax.distributed.initialize(**limits)
+        # A machine with chips but no cluster around it (a notebook's) knows no coordinator and is alone.
+        with contextlib.suppress(ValueError):
+            jax.distributed.initialize(**limits)
         return
     try:
         jax.distributed.initialize(cluster.address, cluster.processes, cluster.process_id, **limits)

@@ -129,15 +129,18 @@ def test_four_processes_stop_together_and_two_continue(job, undisturbed):
 
 @pytest.mark.slow
 def test_two_processes_repeat_themselves_bit_for_bit(job):
+    served = ("evaluation.every=20", "evaluation.prompts=1", "evaluation.max_new_tokens=4")  # decoded by both together
     folders = [job / "first", job / "second"]
-    assert Command(job, 2, f"output={folders[0]}").wait() == [0, 0]
-    stopped = Command(job, 2, f"output={folders[1]}")
+    assert Command(job, 2, f"output={folders[0]}", *served).wait() == [0, 0]
+    stopped = Command(job, 2, f"output={folders[1]}", *served)
     until(lambda: (folders[1] / "checkpoints" / "8").exists())
     stopped.running[1].send_signal(signal.SIGTERM)
     assert stopped.wait() == [143, 143]
-    assert Command(job, 2, f"output={folders[1]}").wait() == [0, 0]
+    assert Command(job, 2, f"output={folders[1]}", *served).wait() == [0, 0]
     first, second = ((folder / "drafter" / "model.safetensors").read_bytes() for folder in folders)
     assert first == second
+    records = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "speculative"] == [20, 40]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,21 @@ def test_addresses_and_lost_connections():
     assert processes.Cluster("host:1", 2, 0).address == "host:1"
     assert processes.lost(ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"))
     assert not processes.lost(ValueError("train.batch_size 3 must be a multiple of the 2 shards"))
+
+
+def test_tpu_vms_find_each_other_and_a_lone_one_stays_alone(monkeypatch):
+    calls = []
+
+    def initialize(*arguments, **limits):
+        calls.append((arguments, limits["heartbeat_timeout_seconds"]))
+        if len(calls) > 1:
+            raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(processes, "on_tpu_vm", lambda: True)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    processes.start(processes.Cluster(timeout=7))
+    processes.start(processes.Cluster(timeout=7))
+    assert calls == [((), 7)] * 2
 
 
 def test_a_violent_end_is_told(capfd):
