@@ -9,7 +9,8 @@ import pytest
 
 from angelspec_jax.drafter import block, confidence, context, heads
 from angelspec_jax.drafter.loading import drafter_config
-from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Shared
+from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared
+from angelspec_jax.params import abstract
 from angelspec_jax.target.config import TransformerConfig
 
 V, D, R, K = 64, 16, 2, 5
@@ -123,3 +124,42 @@ def test_the_gated_sum_mixes_normed_layers(randomize):
     np.testing.assert_array_equal(first, second)
     gradient = jax.grad(lambda p: jnp.sum(context.conditions(p, config, jnp.asarray(features))[0]))(params)
     assert np.any(gradient.fusion_gate)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 24])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "dflare", "rank": None},
+        {"family": "dflash", "context": "gated_sum", "rank": None},
+        *({"family": "dspark", "head": head} for head in ("markov_vanilla", "markov_gated", "markov_rnn")),
+        {"family": "dspark", "confidence": "hidden", "layout": "anchor_first"},
+    ],
+)
+def test_every_family_drafts_and_trains_in_bfloat16(options, draft_vocab):
+    """Shapes and types alone: strict promotion makes a mixture of types an error."""
+    config = drafter_config(TARGET, draft_vocab=draft_vocab, **OPTIONS | options)
+    half, whole = jnp.bfloat16, jnp.int32
+    params = abstract(block.drafter_specs(config), half)
+    ids = None if draft_vocab is None else jax.ShapeDtypeStruct((draft_vocab,), whole)
+    shared = Shared(jax.ShapeDtypeStruct((V, D), half), jax.ShapeDtypeStruct((draft_vocab or V, D), half), ids)
+    noise = Noise(jax.ShapeDtypeStruct((R,), jnp.uint32), jax.ShapeDtypeStruct((R,), jnp.float32))
+    seen = Seen(*(jax.ShapeDtypeStruct(shape, whole) for shape in ((R,), (R,), (R, 16))))
+
+    def draft(params, shared, seen, noise):
+        state = block.create_state(config, R, 16, half)
+        return block.draft(params, config, shared, seen, state, noise, DraftPolicy(jnp.float32(0.0), candidates=8))
+
+    chain = jax.eval_shape(draft, params, shared, seen, noise)
+    assert chain.tokens.shape == chain.survival.shape == (R, config.num_drafts)
+    assert chain.survival.dtype == jnp.float32
+    hidden, previous = jax.ShapeDtypeStruct((R, 3, K + 1, D), half), jax.ShapeDtypeStruct((R, 3, K + 1), whole)
+
+    def train(params, shared, hidden, previous):
+        rows = block.teacher_forced(params, config, shared.embed, hidden, previous)
+        sure = block.confidence_logits(params, config, hidden, previous) if config.confidence else None
+        return block.slot_logits(params, config, rows, shared.head), sure
+
+    logits, sure = jax.eval_shape(train, params, shared, hidden, previous)
+    assert (logits.shape, logits.dtype) == ((R, 3, K + 1, draft_vocab or V), jnp.float32)
+    assert sure is None or (sure.shape, sure.dtype) == ((R, 3, K + 1), jnp.float32)
