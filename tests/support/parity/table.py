@@ -21,6 +21,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "loss_table": loss_table.check,
     "scheduler": scheduling.check,
     "e2e_zlab": generation.check_zlab,
+    "e2e_deepspec": generation.check_deepspec,
 }
 
 
