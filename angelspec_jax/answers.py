@@ -20,6 +20,7 @@ class Completion:
     finish_reason: str  # "stop": the model or a stop string ended it; "length": max_new_tokens did; "cancelled"; "deadline"
     rounds: int  # target passes it took
     tau: float  # tokens emitted per round, the stop token included; 1.0 is plain decoding
+    logprobs: tuple[float, ...] | None = None  # of `tokens`, where asked for: the model's own, at temperature 1
 
 
 @dataclasses.dataclass(frozen=True)

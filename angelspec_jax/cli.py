@@ -73,6 +73,12 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the most likely tokens with this mass.")]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this share of the best.")]
+Repetition = Annotated[float, typer.Option("--repetition-penalty", help="Over 1: tokens of prompt and answer become less likely.")]
+Frequency = Annotated[float, typer.Option("--frequency-penalty", help="Taken from a token's logit for each time it was said.")]
+Presence = Annotated[float, typer.Option("--presence-penalty", help="Taken once from the logit of a token that was said.")]
+BiasOption = Annotated[list[str] | None, typer.Option("--bias", help="ID=VALUE: add VALUE to the logit of a token id; -inf forbids it.")]
+Tree = Annotated[int | None, typer.Option(min=1, max=63, help="Draft a tree of so many nodes, likeliest first, instead of a chain.")]
+Rule = Annotated[str, typer.Option(help="coupled: same seed, same text. rejection: same distribution only, chains only.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same text, with any drafter or none.")]
 Switches = Annotated[list[str] | None, typer.Option("--template", help="Switch of the chat template, such as enable_thinking=false.")]
 Mismatch = Annotated[
@@ -141,12 +147,22 @@ def generate(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
+    repetition: Repetition = 1.0,
+    frequency: Frequency = 0.0,
+    presence: Presence = 0.0,
+    bias: BiasOption = None,
+    tree: Tree = None,
+    rule: Rule = "coupled",
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: the log-probability of every token.")] = False,
     capacity: Capacity = None,
     template: Switches = None,
     allow_template_mismatch: Mismatch = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, finish reason and tau as JSON.")] = False,
 ) -> None:
     """Answer one prompt; the words appear as they are decoded."""
+    if logprobs and not as_json:
+        raise ValueError("--logprobs needs --json, which shows them")
+    shaping = {"repetition": repetition, "frequency": frequency, "presence": presence, "bias": _bias(bias)}
     words = sys.stdin.read() if prompt == "-" else prompt
     switches = _switches(template)
     console = _start()
@@ -158,8 +174,9 @@ def generate(
 
     model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     options = _sampling(temperature, top_k, top_p, min_p, seed) | {"max_new_tokens": max_new_tokens, "capacity": capacity}
+    options |= shaping | {"tree": tree, "rule": rule}
     if as_json:
-        (answer,) = text.generate(model, words, helper, **options, **switches)
+        (answer,) = text.generate(model, words, helper, logprobs=logprobs, **options, **switches)
         typer.echo(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
         return
     for delta in text.stream(model, words, helper, **options, **switches):
@@ -267,6 +284,7 @@ def evaluate(
     speed: Annotated[bool, typer.Option(help="Time plain decoding too and compare the words.")] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the fastest counts.")] = 1,
     adaptive: Annotated[bool, typer.Option(help="Verify as many drafts as pay on this device, instead of always all.")] = False,
+    tree: Tree = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -295,7 +313,7 @@ def evaluate(
     model, helper = _load(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     if helper is None:
         raise ValueError("there is no drafter to evaluate; name one with --drafter")
-    options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats, adaptive)
+    options = Options(max_new_tokens, temperature, top_k, top_p, min_p, seed, capacity, repeats, adaptive, tree)
     with show.progress_bar(console, "decoding the prompts") as progress:
         found = measure(model, helper, prompts, options, timed=speed, progress=progress, **switches)
     console.print(report.domain_table(f"{model.name} with {helper.name}", found.acceptance, found.speeds))
@@ -608,6 +626,17 @@ def _load(
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> dict[str, Any]:
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+
+
+def _bias(given: list[str] | None) -> dict[int, float] | None:
+    found = {}
+    for pair in given or []:
+        token, _, value = pair.partition("=")
+        try:
+            found[int(token)] = float(value)
+        except ValueError:
+            raise ValueError(f"--bias must look like ID=VALUE with a token id and a number, got {pair!r}") from None
+    return found or None
 
 
 def _switches(given: list[str] | None) -> dict[str, Any]:

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
+# Independent uses of one place. The coupled rule needs one; the rejection rule draws, judges and corrects with numbers that share nothing.
+SHARED, DRAFT, ACCEPT, RESIDUAL, BONUS = range(5)
+
 
 def gumbel(
     seeds: UInt32[Array, "*N"], positions: Int[Array, "*N"], ids: Int[Array, "*N M"], role: int = 0
@@ -29,6 +32,13 @@ def uniform(seeds: UInt32[Array, "*N"], positions: Int[Array, "*N"], ids: Int[Ar
     """Uniform noise strictly inside (0, 1), one number per token id."""
     even, odd = _hash(seeds, positions, (ids // 2).astype(jnp.uint32), role)
     return _unit(jnp.where(ids % 2 == 0, even, odd))
+
+
+def reseed(seeds: UInt32[Array, "*N"], role: int) -> UInt32[Array, "*N"]:
+    """Seeds of another stream: what is drawn with them is independent of what is drawn with `seeds` in any role."""
+    zeros = jnp.zeros((*seeds.shape, 1), jnp.uint32)
+    word, _ = _hash(seeds, jnp.zeros(seeds.shape, jnp.uint32), zeros, 2**31 + role)
+    return word[..., 0]
 
 
 def _hash(seeds, positions, counter, role):

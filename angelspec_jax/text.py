@@ -1,5 +1,6 @@
 """Text in, text out: chat template, tokens, decoding and detokenization in one call."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from angelspec_jax.answers import Completion, Delta, Prompt, encode, require_tok
 from angelspec_jax.decoding import costs
 from angelspec_jax.decoding import generate as decoding
 from angelspec_jax.decoding.dcut import Policy
-from angelspec_jax.decoding.sampling import make_sampling
+from angelspec_jax.decoding.sampling import Bias, check_bias, make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
@@ -27,24 +28,38 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+    bias: Bias | None = None,
     capacity: int | None = None,
     policy: Policy | None = None,
+    tree: int | None = None,
+    rule: str = "coupled",
+    logprobs: bool = False,
     **switches: Any,
 ) -> list[Completion]:
     """Answer one prompt or a batch; with a drafter the words are the same and come faster.
 
     A prompt is a text (the user's message) or a conversation, a list of {"role", "content"}. `switches` go to the model's chat template,
     such as `enable_thinking`; a model without a template continues the text. Temperature 0 is greedy; request r of a batch draws with
-    seed + r. `capacity` fixes the tokens a request can hold, so that calls of any length share one compiled program. With a `policy` from
-    `measure_policy` each round verifies as many drafts as pay on this device, none included. Raises ValueError
-    with one sentence for prompts that are empty or do not fit, and for options out of range.
+    seed + r. `bias` maps token ids to what is added to their logits; `repetition`, `frequency` and `presence` are penalties. `capacity`
+    fixes the tokens a request can hold, so that calls of any length share one compiled program. With a `policy` from `measure_policy` each
+    round verifies as many drafts as pay on this device, none included. `tree` drafts trees of so many nodes; `rule` "rejection" keeps the
+    distribution but not the text of a seed; `logprobs` reports the log-probability of every token. Raises ValueError with one sentence for
+    prompts that are empty or do not fit, and for options out of range.
     """
     ids = [encode(target, prompt, **switches) for prompt in batch_of(prompts)]
-    sampling = make_sampling(len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    plan, weights = prepare(target, drafter, adaptive=policy is not None)
+    shaping = {"repetition": repetition, "frequency": frequency, "presence": presence, "bias": _checked(bias, target)}
+    sampling = make_sampling(len(ids), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **shaping)
+    plan, weights = prepare(target, drafter, adaptive=policy is not None, tree=tree, rule=rule, logprobs=logprobs)
     generation = decoding.generate(plan, weights, ids, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
     rounds = np.asarray(generation.statistics.rounds)
-    return [completion(target, said, int(count)) for said, count in zip(generation.texts(), rounds, strict=True)]
+    answers = [completion(target, said, int(count)) for said, count in zip(generation.texts(), rounds, strict=True)]
+    if not logprobs:
+        return answers
+    found = generation.text_logprobs()
+    return [dataclasses.replace(a, logprobs=tuple(p[: len(a.tokens)])) for a, p in zip(answers, found, strict=True)]
 
 
 def stream(
@@ -58,13 +73,20 @@ def stream(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+    bias: Bias | None = None,
     capacity: int | None = None,
     policy: Policy | None = None,
+    tree: int | None = None,
+    rule: str = "coupled",
     **switches: Any,
 ) -> Iterator[Delta]:
     """The same answer as `generate` gives, round by round as it is decoded."""
-    sampling = make_sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    plan, weights = prepare(target, drafter, adaptive=policy is not None)
+    shaping = {"repetition": repetition, "frequency": frequency, "presence": presence, "bias": _checked(bias, target)}
+    sampling = make_sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **shaping)
+    plan, weights = prepare(target, drafter, adaptive=policy is not None, tree=tree, rule=rule)
     detokenizer = Detokenizer(require_tokenizer(target))
     ids = encode(target, prompt, **switches)
     for (tokens,) in decoding.stream(plan, weights, [ids], max_new_tokens, sampling=sampling, policy=policy, capacity=capacity):
@@ -75,20 +97,35 @@ def stream(
         yield Delta(rest, ())
 
 
-def prepare(target: Target, drafter: Drafter | None = None, *, adaptive: bool = False) -> tuple[Plan, Weights]:
+def prepare(
+    target: Target,
+    drafter: Drafter | None = None,
+    *,
+    adaptive: bool = False,
+    tree: int | None = None,
+    rule: str = "coupled",
+    logprobs: bool = False,
+) -> tuple[Plan, Weights]:
     """What the decoding functions take for a target, alone or with a drafter; `adaptive` allows rounds with fewer drafts or none."""
-    stops = tuple(target.eos_ids)
+    options = {"stop_ids": tuple(target.eos_ids), "rule": rule, "logprobs": logprobs}
     if drafter is None:
-        return Plan(target.config, stop_ids=stops), Weights(target.params)
-    budgets = costs.default_budgets(drafter.config.num_drafts) if adaptive else ()
-    plan = Plan(target.config, drafter.config, stop_ids=stops, budgets=budgets)
+        return Plan(target.config, tree=tree, **options), Weights(target.params)
+    budgets = costs.default_budgets(drafter.config.num_drafts if tree is None else tree) if adaptive else ()
+    plan = Plan(target.config, drafter.config, budgets=budgets, tree=tree, **options)
     return plan, Weights(target.params, drafter.params, drafter.shared)
 
 
-def measure_policy(target: Target, drafter: Drafter, *, requests: int = 1, capacity: int = 512) -> Policy:
+def measure_policy(
+    target: Target, drafter: Drafter, *, requests: int = 1, capacity: int = 512, tree: int | None = None, rule: str = "coupled"
+) -> Policy:
     """Costs of every budget on this device for batches of `requests`, measured in a few seconds beside compiling."""
-    plan, weights = prepare(target, drafter, adaptive=True)
+    plan, weights = prepare(target, drafter, adaptive=True, tree=tree, rule=rule)
     return costs.measure(plan, weights, requests=requests, capacity=capacity)
+
+
+def _checked(bias: Bias | None, target: Target) -> Bias | None:
+    check_bias(bias, target.config.vocab_size)
+    return bias
 
 
 def completion(target: Target, tokens: Sequence[int], rounds: int) -> Completion:

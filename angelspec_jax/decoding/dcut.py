@@ -92,6 +92,11 @@ def worth_drafting(policy: Policy, budgets: tuple[int, ...], has_drafter: bool, 
     return jnp.where(policy.forced == FREE, pays, policy.forced != PLAIN)
 
 
+def unbiased(mode: Int[Array, ""]) -> Int[Array, ""]:
+    """The mode, or causal for one that looks at drafts to decide about them: the rejection rule would not be exact."""
+    return jnp.where(mode == MODES.index("retrospective"), MODES.index("causal"), mode).astype(jnp.int32)
+
+
 def min_survival(policy: Policy, budgets: tuple[int, ...], requests: int, running: Int[Array, ""]) -> Float[Array, ""]:
     """The survival below which no budget verifies a draft.
 

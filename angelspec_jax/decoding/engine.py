@@ -184,7 +184,7 @@ class Engine:
         request = Request(
             prompt=tuple(tokens),
             max_new_tokens=max_new_tokens,
-            sampling=make_sampling(1, **sampling),
+            sampling=make_sampling(1, bias_slots=self.plan.bias_slots, **sampling),
             stop_ids=frozenset(self.target.eos_ids),
             tokenizer=self.target.tokenizer,
             stops=stops,
@@ -338,6 +338,7 @@ class Engine:
             state,
             tokens=jnp.asarray(tokens),
             length=jnp.full((1,), len(known), jnp.int32),
+            prompt_length=jnp.full((1,), len(request.prompt), jnp.int32),
             limit=jnp.full((1,), request.limit, jnp.int32),
             finished=jnp.zeros((1,), bool),
             sampling=jax.tree.map(jnp.copy, request.sampling),

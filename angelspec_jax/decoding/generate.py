@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from angelspec_jax.decoding import deferral
 from angelspec_jax.decoding.dcut import Policy, create_memory
@@ -26,11 +26,19 @@ class Generation:
     prompt_length: Int[Array, "R"]
     length: Int[Array, "R"]
     statistics: Statistics
+    logprobs: Float[Array, "R S"] | None = None  # where `plan.logprobs`: of the tokens, from the model's logits at temperature 1
 
     def texts(self) -> list[list[int]]:
         """The generated token ids of every request."""
         tokens, start, end = (np.asarray(x) for x in (self.tokens, self.prompt_length, self.length))
         return [tokens[r, start[r] : end[r]].tolist() for r in range(len(start))]
+
+    def text_logprobs(self) -> list[list[float]]:
+        """The log-probability of every generated token. ValueError where the plan did not ask for them."""
+        if self.logprobs is None:
+            raise ValueError("log-probabilities were not recorded; decode with Plan(logprobs=True)")
+        found, start, end = (np.asarray(x) for x in (self.logprobs, self.prompt_length, self.length))
+        return [found[r, start[r] : end[r]].tolist() for r in range(len(start))]
 
 
 def generate(
@@ -51,7 +59,7 @@ def generate(
     state, policy = start(plan, weights, prompts, max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
     prompt_length = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
     state = _run(plan, weights, policy, state)
-    return Generation(state.tokens, prompt_length, state.length, state.statistics)
+    return Generation(state.tokens, prompt_length, state.length, state.statistics, state.logprobs)
 
 
 def stream(
@@ -106,11 +114,13 @@ def start(
         create_state(plan, weights.target.embed.dtype, requests, capacity),
         tokens=jnp.asarray(tokens),
         length=jnp.asarray(lengths),
+        prompt_length=jnp.asarray(lengths),
         limit=jnp.asarray(lengths + new_tokens),
         finished=jnp.asarray(new_tokens <= 0),
         sampling=make_sampling(requests) if sampling is None else jax.tree.map(jnp.copy, sampling),  # the state is donated
     )
-    return state, even_policy(plan) if policy is None else policy
+    # On the device once, so that no step brings numbers from the host.
+    return state, jax.tree.map(jnp.asarray, even_policy(plan) if policy is None else policy)
 
 
 def create_state(plan: Plan, dtype, requests: int, capacity: int) -> DecodeState:
@@ -119,14 +129,16 @@ def create_state(plan: Plan, dtype, requests: int, capacity: int) -> DecodeState
     return DecodeState(
         tokens=jnp.zeros((requests, capacity), jnp.int32),
         length=jnp.ones((requests,), jnp.int32),
+        prompt_length=jnp.ones((requests,), jnp.int32),
         limit=jnp.ones((requests,), jnp.int32),
         finished=jnp.ones((requests,), bool),
-        sampling=make_sampling(requests),
+        sampling=make_sampling(requests, bias_slots=plan.bias_slots),
         cache=kv_cache.create(plan.target, requests, capacity, dtype),
         drafter=None if plan.drafter is None else registry.module(plan.drafter).create_state(plan.drafter, requests, capacity, dtype),
         statistics=Statistics(jnp.zeros(requests, jnp.int32), *(jnp.zeros((requests, drafts), jnp.int32) for _ in range(3))),
         memory=create_memory(plan.budgets),
         pending=_pending(plan, dtype, requests),
+        logprobs=jnp.zeros((requests, capacity), jnp.float32) if plan.logprobs else None,
     )
 
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from angelspec_jax.decoding import dcut, deferral, margins
-from angelspec_jax.decoding.acceptance import Accepted, accept
+from angelspec_jax import noise
+from angelspec_jax.decoding import dcut, deferral, margins, tree
+from angelspec_jax.decoding.acceptance import RULES, Accepted, accept, accept_by_ratio, known_before
 from angelspec_jax.decoding.dcut import Memory, Policy
 from angelspec_jax.decoding.deferral import Pending
 from angelspec_jax.decoding.margins import Margins
-from angelspec_jax.decoding.packing import pack, unpack
-from angelspec_jax.decoding.sampling import Sampling, choose
+from angelspec_jax.decoding.packing import Packed, pack, unpack
+from angelspec_jax.decoding.sampling import Sampling, Text, choose, log_probability, transform
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, Seen, Shared
@@ -31,7 +32,12 @@ from angelspec_jax.target.transformer import TargetParams, forward, logits
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when the step is compiled. `budgets` are the drafts that a round may verify, per request on average, ascending."""
+    """What is fixed when the step is compiled. `budgets` are the drafts that a round may verify, per request on average, ascending.
+
+    `tree` is the number of nodes of the draft trees that are grown, best first; None drafts chains. `rule` is "coupled" (the text is a
+    function of prompt and seed) or "rejection" (chains only; the text has the right distribution). `logprobs` records the log-probability
+    of every emitted token.
+    """
 
     target: TransformerConfig
     drafter: AnyConfig | None = None
@@ -39,16 +45,33 @@ class Plan:
     budgets: tuple[int, ...] = ()
     candidates: int = 64
     prefill_chunk: int = 128
+    tree: int | None = None
+    rule: str = "coupled"
+    logprobs: bool = False
+    bias_slots: int = 0  # biased tokens a request of an empty state can have; `generate` takes what its sampling options hold
 
     def __post_init__(self):
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if self.tree is not None:
+            tree.check(self.drafter, self.tree)
+            if self.rule == "rejection":
+                raise ValueError("the rejection rule verifies chains; with a tree take the coupled rule")
         if self.drafter is None:
             object.__setattr__(self, "budgets", (0,))
         elif not self.budgets:
-            object.__setattr__(self, "budgets", (self.drafter.num_drafts,))
+            object.__setattr__(self, "budgets", (self.num_drafts,))
         if list(self.budgets) != sorted(set(self.budgets)) or self.budgets[0] < 0:
             raise ValueError(f"budgets must be ascending draft counts, got {self.budgets}")
-        if self.drafter is not None and self.budgets[-1] > self.drafter.num_drafts:
-            raise ValueError(f"this drafter makes {self.drafter.num_drafts} drafts a round, a budget asks for {self.budgets[-1]}")
+        if self.drafter is not None and self.budgets[-1] > self.num_drafts:
+            raise ValueError(f"this drafter makes {self.num_drafts} drafts a round, a budget asks for {self.budgets[-1]}")
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a request and round: a chain's, or the nodes of a tree."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.num_drafts if self.tree is None else self.tree
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -69,7 +92,10 @@ class Weights:
 
 @struct.dataclass
 class Statistics:
-    """Counters per request, from which tau and acceptance by position follow."""
+    """Counters per request, from which tau and acceptance by position follow.
+
+    Draft k of a tree is its k-th best node where verified drafts are counted, and the node at depth k on the path where accepted ones are.
+    """
 
     rounds: Int[Array, "R"]
     verified: Int[Array, "R K"]  # rounds in which draft k was verified
@@ -81,6 +107,7 @@ class Statistics:
 class DecodeState:
     tokens: Int[Array, "R S"]  # prompt, then what was emitted
     length: Int[Array, "R"]  # tokens known; the last is the anchor
+    prompt_length: Int[Array, "R"]  # tokens that were not generated; penalties tell them apart
     limit: Int[Array, "R"]  # length at which a request ends
     finished: Bool[Array, "R"]
     sampling: Sampling
@@ -89,6 +116,7 @@ class DecodeState:
     statistics: Statistics
     memory: Memory
     pending: Pending | None = None  # where rounds may go without a draft
+    logprobs: Float[Array, "R S"] | None = None  # of the generated tokens, where they stand
 
 
 @struct.dataclass
@@ -108,11 +136,13 @@ class Emitted:
     tokens: Int[Array, "R W"]
     count: Int[Array, "R"]  # how many of them are new text
     report: Report | None = None
+    logprobs: Float[Array, "R W"] | None = None  # the model's own log-probabilities of the tokens, at temperature 1
 
 
 @struct.dataclass
 class Verified:
-    chosen: Int[Array, "R W"]
+    accepted: Accepted
+    logprobs: Float[Array, "R W"] | None  # of the tokens that were accepted
     features: Float[Array, "R W T D"]
     hidden: Float[Array, "R W D"]  # after the final norm
     new_kv: tuple
@@ -126,22 +156,25 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
     drafting = dcut.worth_drafting(policy, plan.budgets, plan.drafter is not None, state.memory)
     state = _catch_up(plan, weights, state, drafting)
     draft, cut, kept = _draft(plan, weights, policy, state, anchor, prefix, drafting), None, jnp.zeros_like(anchor)
+    if draft is not None and plan.rule == "rejection":  # what a draft turned out to be has no part in whether it is verified
+        draft = dataclasses.replace(draft, survival=known_before(draft))
+        policy = dataclasses.replace(policy, mode=dcut.unbiased(policy.mode))
     if draft is not None:
         cut = dcut.choose(policy, plan.budgets, draft, running, drafting, state.memory)
         draft, kept = dcut.compact(draft, cut.keep)
     budget = jnp.int32(0) if cut is None else cut.budget
+    checked = None if draft is None else jnp.arange(plan.budgets[-1], dtype=jnp.int32)[None] < kept[:, None]
 
     with jax.named_scope("verify"):
-        branches = [lambda room=room: _verify(plan, weights, state, draft, anchor, prefix, kept, room) for room in plan.budgets]
+        branches = [lambda room=room: _verify(plan, weights, state, draft, checked, anchor, prefix, kept, room) for room in plan.budgets]
         verified = jax.lax.switch(budget, branches) if len(branches) > 1 else branches[0]()
 
-    checked = None if draft is None else jnp.arange(plan.budgets[-1], dtype=jnp.int32)[None] < kept[:, None]
-    accepted = accept(draft, verified.chosen, checked)
-    emitted, finished = _emit(plan, state, accepted)
+    accepted = verified.accepted
+    emitted, finished = _emit(plan, state, accepted, verified.logprobs)
 
     with jax.named_scope("commit"):
         state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix, drafting)
-    statistics = _count(state.statistics, checked, jnp.minimum(accepted.count, emitted.count), running)
+    statistics = _count(state.statistics, draft, checked, accepted, jnp.minimum(accepted.count, emitted.count), running)
     memory = dcut.remember(policy, state.memory, cut, drafting, emitted.count, running)
     if draft is not None and checked is not None and draft.margin is not None:
         memory = dataclasses.replace(memory, margins=_learn(memory.margins, draft, checked & running[:, None], accepted))
@@ -220,12 +253,15 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
         return None
 
     def propose():
-        # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy.
-        noise = Noise(state.sampling.seeds, state.sampling.temperature)
+        # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy. The rejection rule
+        # asks for noise of their own.
+        seeds = state.sampling.seeds if plan.rule == "coupled" else noise.reseed(state.sampling.seeds, noise.DRAFT)
+        drawing = Noise(seeds, state.sampling.temperature)
         least = dcut.min_survival(policy, plan.budgets, anchor.shape[0], jnp.sum(~state.finished))
         options = DraftPolicy(least, plan.candidates)
         seen = Seen(anchor, prefix, state.tokens, weights.target, state.cache)
-        draft = registry.module(plan.drafter).draft(weights.drafter, plan.drafter, weights.shared, seen, state.drafter, noise, options)
+        arguments = (weights.drafter, plan.drafter, weights.shared, seen, state.drafter, drawing, options)
+        draft = registry.module(plan.drafter).draft(*arguments) if plan.tree is None else tree.grow(*arguments, plan.tree)
         return jax.tree.map(lambda x: x[:, : plan.budgets[-1]], draft)
 
     if drafting is True:
@@ -234,20 +270,37 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
     return jax.lax.cond(drafting, propose, lambda: nothing)
 
 
-def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, anchor, prefix, kept, room: int) -> Verified:
+def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, checked, anchor, prefix, kept, room: int) -> Verified:
     """One target pass over the anchors and what was kept of the drafts, laid out by request."""
     packed = pack(draft, anchor, prefix, kept, ~state.finished, room, plan.budgets[-1])
     rows = packed.rows
     features, hidden, new_kv = forward(weights.target, plan.target, packed.tokens, packed.positions, rows, state.cache, plan.taps)
-    with jax.named_scope("head"):
-        chosen = choose(logits(weights.target, hidden), state.sampling.rows(rows.request), packed.positions + 1)
     spread = lambda x: unpack(x, rows, plan.width)  # noqa: E731
+    with jax.named_scope("head"):
+        found, text = logits(weights.target, hidden), _text(state, draft, packed)
+        options, positions = state.sampling.rows(rows.request), packed.positions + 1
+        if plan.rule == "coupled":
+            chosen = choose(found, options, positions, text)
+            accepted = accept(draft, spread(chosen), checked)
+            logprobs = spread(log_probability(found, chosen)) if plan.logprobs else None
+            if logprobs is not None and accepted.path is not None:
+                logprobs = jnp.take_along_axis(logprobs, accepted.path, axis=1)
+        else:
+            accepted = accept_by_ratio(draft, spread(transform(found, options, text)), state.sampling, prefix, checked)
+            logprobs = log_probability(spread(found), accepted.tokens) if plan.logprobs else None
     flat = lambda x: spread(x).reshape(anchor.shape[0] * plan.width, *x.shape[1:])  # noqa: E731
     stacked = state.cache.k.ndim == 5 if not isinstance(state.cache.k, tuple) else False
-    return Verified(spread(chosen), spread(features), spread(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
+    return Verified(accepted, logprobs, spread(features), spread(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
 
 
-def _emit(plan: Plan, state: DecodeState, accepted) -> tuple[Emitted, Bool[Array, "R"]]:
+def _text(state: DecodeState, draft: Draft | None, packed: Packed) -> Text:
+    """What stands before every row: its request's text, and the drafts it sees."""
+    rows = packed.rows
+    drafts = jnp.zeros((state.length.shape[0], 0), jnp.int32) if draft is None else draft.tokens[:, : rows.max_rows - 1]
+    return Text(state.tokens, state.length, state.prompt_length, drafts, rows.request, rows.ancestors)
+
+
+def _emit(plan: Plan, state: DecodeState, accepted: Accepted, logprobs) -> tuple[Emitted, Bool[Array, "R"]]:
     """Cut what was accepted at the first stop token and at the request's limit."""
     index = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
     count = jnp.minimum(accepted.count + 1, state.limit - state.length)
@@ -256,7 +309,7 @@ def _emit(plan: Plan, state: DecodeState, accepted) -> tuple[Emitted, Bool[Array
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(state.finished, 0, count)
     finished = state.finished | stopped | (state.length + count >= state.limit)
-    return Emitted(accepted.tokens, count), finished
+    return Emitted(accepted.tokens, count, logprobs=logprobs), finished
 
 
 def _commit(
@@ -293,8 +346,11 @@ def _commit(
         )
     columns = jnp.where(depth < emitted.count[:, None], state.length[:, None] + depth, state.tokens.shape[1])
     slots = jnp.arange(requests, dtype=jnp.int32)[:, None]
-    tokens = state.tokens.at[slots, columns].set(emitted.tokens, mode="drop")
-    return dataclasses.replace(state, tokens=tokens, length=state.length + emitted.count, cache=cache, drafter=drafter, pending=pending)
+    tokens, logprobs = state.tokens.at[slots, columns].set(emitted.tokens, mode="drop"), state.logprobs
+    if logprobs is not None and emitted.logprobs is not None:
+        logprobs = logprobs.at[slots, columns].set(emitted.logprobs, mode="drop")
+    length = state.length + emitted.count
+    return dataclasses.replace(state, tokens=tokens, length=length, cache=cache, drafter=drafter, pending=pending, logprobs=logprobs)
 
 
 def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request, positions, accepted, drafter):
@@ -319,16 +375,21 @@ def _learn(fitted: Margins, draft: Draft, checked, accepted: Accepted) -> Margin
     return margins.observe(fitted, draft.margin, dcut.depths(draft), checked & parent_taken, taken)
 
 
-def _count(statistics: Statistics, checked, accepted, running) -> Statistics:
+def _count(statistics: Statistics, draft: Draft | None, checked, accepted: Accepted, became, running) -> Statistics:
+    """Counters after a round in which `became` drafts of each request became text."""
     running = running.astype(jnp.int32)
     statistics = dataclasses.replace(statistics, rounds=statistics.rounds + running)
-    if checked is None:
+    if draft is None or checked is None:
         return statistics
     index = jnp.arange(checked.shape[1], dtype=jnp.int32)[None]
+    tried = checked
+    if draft.parents is not None and accepted.path is not None:  # depth k was tried if the node before it has a verified child
+        parents = draft.parents[:, : checked.shape[1]] + 1
+        tried = jnp.any((parents[:, None, :] == accepted.path[:, :-1, None]) & checked[:, None, :], axis=-1)
     running = running[:, None]
     return dataclasses.replace(
         statistics,
         verified=statistics.verified + checked.astype(jnp.int32) * running,
-        reached=statistics.reached + (checked & (index <= accepted[:, None])).astype(jnp.int32) * running,
-        accepted=statistics.accepted + (index < accepted[:, None]).astype(jnp.int32) * running,
+        reached=statistics.reached + (tried & (index <= became[:, None])).astype(jnp.int32) * running,
+        accepted=statistics.accepted + (index < became[:, None]).astype(jnp.int32) * running,
     )

@@ -14,7 +14,8 @@ from angelspec_jax.drafter import confidence
 from angelspec_jax.drafter.confidence import Confidence
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.context import Context, conditions, context_kv, context_specs
-from angelspec_jax.drafter.heads import head_specs, propose, row_logits, teacher_rows
+from angelspec_jax.drafter.drawing import shortlist
+from angelspec_jax.drafter.heads import HEADS, head_specs, propose, row_logits, teacher_rows
 from angelspec_jax.drafter.types import Draft, DrafterState, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.params import Param
 from angelspec_jax.target import kernels, kv_cache
@@ -94,6 +95,30 @@ def draft(
     with jax.named_scope("draft_head"):
         positions = prefix_length[:, None] + offsets[None]
         return propose(params.head, config, shared, slots, anchor, positions, noise, policy, judge(params, config))
+
+
+def start_tree(
+    params: BlockDrafter, config: DrafterConfig, shared: Shared, seen: Seen, state: DrafterState, policy: DraftPolicy, lanes: int
+) -> tuple[tuple[Float[Array, "R K D"], Float[Array, "R K M"], Int[Array, "R K M"]], Any]:
+    """The slots' hidden states, base scores and candidates (rows of the head), and the head's state in every lane."""
+    with jax.named_scope("draft_block"):
+        slots = block_hidden(params, config, shared, seen.anchor, seen.prefix_length, state)[:, config.first_slot :]
+    base = jnp.einsum("rkd,vd->rkv", slots, shared.head, preferred_element_type=jnp.float32)
+    return (slots, *shortlist(base, policy.candidates)), HEADS[config.head].start(params.head, (seen.anchor.shape[0], lanes))
+
+
+def expand(
+    params: BlockDrafter, config: DrafterConfig, shared: Shared, seen: Seen, state, fixed, memory, depth, tokens, origin, policy
+) -> tuple[Int[Array, "R W M"], Float[Array, "R W M"], Any]:
+    """Children of all lanes at once: the slot's marginals, or the head's conditionals after each lane's last token."""
+    del seen, state, policy
+    slots, base, ids = (jax.lax.dynamic_index_in_dim(x, depth, axis=1) for x in fixed)  # [R, 1, ..]
+    memory = jax.tree.map(lambda x: jnp.take_along_axis(x, origin.reshape(*origin.shape, *(1,) * (x.ndim - 2)), axis=1), memory)
+    spread = lambda x: jnp.broadcast_to(x, (*tokens.shape, x.shape[-1]))  # noqa: E731
+    slots, base, ids = spread(slots), spread(base), spread(ids)
+    everything = ids.shape[-1] == shared.head.shape[0]
+    scores, memory = HEADS[config.head].score(params.head, config, shared, slots, tokens, None if everything else ids, base, memory)
+    return ids if shared.draft_ids is None else shared.draft_ids[ids], scores, memory
 
 
 def judge(params: BlockDrafter, config: DrafterConfig):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared, Sparse
 from angelspec_jax.drafter.untrained import EarlyExitConfig
-from angelspec_jax.target.attention import attend, chain_ancestors, uniform_rows
+from angelspec_jax.target.attention import MAX_TREE_ROWS, attend, chain_ancestors, uniform_rows
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.layers import decoder_layer, rms_norm, rotation
 from angelspec_jax.target.transformer import TargetParams, layer_at
@@ -82,6 +82,41 @@ def draft(params, config: EarlyExitConfig, shared: Shared, seen: Seen, state, no
     with jax.named_scope("draft_early_exit"):
         *_, tokens, ids, probabilities, survivals, margins = jax.lax.while_loop(worthwhile, step, start)
     return Draft(tokens, OneHot() if noise is None else Sparse(ids, probabilities), survivals, margin=margins)
+
+
+def tree_lanes(config: EarlyExitConfig) -> int:
+    """Lanes of every level are in flight together."""
+    return max(MAX_TREE_ROWS // config.num_drafts, 1)
+
+
+def start_tree(params, config: EarlyExitConfig, shared: Shared, seen: Seen, state, policy: DraftPolicy, lanes: int) -> tuple[None, Flight]:
+    """A flight with a column for every lane of every level."""
+    target, _ = _borrowed(seen)
+    columns = jnp.arange(config.num_drafts * lanes, dtype=jnp.int32)[None]
+    positions = seen.prefix_length[:, None] + columns // lanes
+    return None, _empty(config, target, positions, jnp.zeros((*positions.shape, 2), jnp.uint32))
+
+
+def expand(
+    params, config: EarlyExitConfig, shared: Shared, seen: Seen, state, fixed: None, memory: Flight, depth, tokens, origin, policy
+) -> tuple[Int[Array, "R W M"], Float[Array, "R W M"], Flight]:
+    """One pass over the lanes, each seeing its own path."""
+    target, cache = _borrowed(seen)
+    lanes = tokens.shape[1]
+    column = depth * lanes
+    path = jax.lax.dynamic_slice_in_dim(memory.ancestors, jnp.maximum(column - lanes, 0), lanes, axis=1)  # of the level before
+    path = jnp.where(depth > 0, jnp.take_along_axis(path, origin[..., None], axis=1), jnp.uint32(0)) | _bit(column, lanes)
+    flight = dataclasses.replace(memory, ancestors=jax.lax.dynamic_update_slice_in_dim(memory.ancestors, path, column, axis=1))
+    logits, flight = _advance(target, config, shared, cache, seen.prefix_length, flight, column, tokens)
+    scores, ids = shortlist(logits, policy.candidates)
+    return ids, scores, flight
+
+
+def _bit(column: Int[Array, ""], lanes: int) -> UInt32[Array, "1 W 2"]:
+    """Ancestor bits of rows that see themselves alone."""
+    row = column + jnp.arange(lanes, dtype=jnp.int32)[:, None]
+    word = jnp.arange(2, dtype=jnp.int32)[None]
+    return jnp.where(row // 32 == word, jnp.uint32(1) << (row % 32).astype(jnp.uint32), jnp.uint32(0))[None]
 
 
 def _advance(

@@ -31,6 +31,7 @@ class Options:
     capacity: int | None = None
     repeats: int = 1  # timed runs of each prompt, of which the fastest counts
     adaptive: bool = False  # verify as many drafts as pay on this device, by costs measured first; else always all
+    tree: int | None = None  # nodes of the draft trees; None drafts chains
 
     def sampling(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
@@ -95,8 +96,8 @@ def measure(
     if timed:
         return _against_plain(target, drafter, kept, options, capacity, left_out, progress)
     found, records = [], []
-    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
-    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
+    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
+    policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree) if options.adaptive else None
     for index, (domain, ids) in enumerate(kept):
         sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
         generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
@@ -108,8 +109,8 @@ def measure(
 
 
 def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, progress) -> Measurement:
-    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive)
-    policy = text.measure_policy(target, drafter, capacity=capacity) if options.adaptive else None
+    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
+    policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree) if options.adaptive else None
     pairs = throughput.interleaved(
         text.prepare(target),
         (plan, weights),

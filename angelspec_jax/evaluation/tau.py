@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.decoding.generate import Generation
-from angelspec_jax.decoding.sampling import Sampling, make_sampling, perturb, transform
+from angelspec_jax.decoding.sampling import Sampling, Text, make_sampling, perturb, transform
 from angelspec_jax.target import kv_cache
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
@@ -118,7 +118,7 @@ def compare(
             return Comparison("equal", shorter)
         return Comparison("different", shorter, shorter)
     sampling = make_sampling(1) if sampling is None else sampling
-    scores = next_scores(target, [*prompt, *plain[:position]], sampling)
+    scores = next_scores(target, [*prompt, *plain[:position]], sampling, len(prompt))
     margin = float(scores.max() - min(scores[plain[position]], scores[speculative[position]]))
     return Comparison("near_tie" if margin < NEAR_TIE else "different", position + 1, position, margin)
 
@@ -151,14 +151,20 @@ def agreement(comparisons: Iterable[Comparison]) -> Agreement:
     return Agreement(len(comparisons), tokens, verdicts.count("near_tie"), verdicts.count("different"))
 
 
-def next_scores(target: Target, tokens: Sequence[int], sampling: Sampling) -> Float[np.ndarray, "V"]:
-    """Float32 scores of the token after `tokens`: transformed logits plus the request's noise, whose argmax decoding emits."""
+def next_scores(target: Target, tokens: Sequence[int], sampling: Sampling, prompt_length: int = 0) -> Float[np.ndarray, "V"]:
+    """Float32 scores of the token after `tokens`: transformed logits plus the request's noise, whose argmax decoding emits.
+
+    Penalties take the first `prompt_length` tokens for the prompt.
+    """
     length = len(tokens)
     padded = np.zeros(-(-length // 128) * 128, np.int32)
     padded[:length] = tokens
     with jax.default_matmul_precision("highest"):
         row = _last_logits(target.params, target.config, jnp.asarray(padded), jnp.int32(length))
-        scores = perturb(transform(row, sampling), sampling, jnp.full((1,), length, jnp.int32))
+        one = lambda number: jnp.full((1,), number, jnp.int32)  # noqa: E731
+        nothing = jnp.zeros((1, 0), jnp.int32), one(0), jnp.zeros((1, 2), jnp.uint32)
+        text = Text(jnp.asarray(padded)[None], one(length), one(prompt_length), *nothing)
+        scores = perturb(transform(row, sampling, text), sampling, one(length))
     return np.asarray(scores[0])
 
 
