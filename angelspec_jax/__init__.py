@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from angelspec_jax.config import load as load_config
     from angelspec_jax.decoding.engine import Engine, QueueFull, Settings
+    from angelspec_jax.decoding.router import Router
     from angelspec_jax.drafter.loading import Drafter, load_drafter, save_drafter
     from angelspec_jax.target.loading import Target, load_target
     from angelspec_jax.text import Completion, generate, measure_policy, stream
@@ -19,6 +20,7 @@ _HOMES = {  # name -> module, name there
     "Completion": ("text", "Completion"),
     "Engine": ("decoding.engine", "Engine"),
     "QueueFull": ("decoding.engine", "QueueFull"),
+    "Router": ("decoding.router", "Router"),
     "Settings": ("decoding.engine", "Settings"),
     "Drafter": ("drafter.loading", "Drafter"),
     "Target": ("target.loading", "Target"),
@@ -33,7 +35,7 @@ _HOMES = {  # name -> module, name there
 }
 
 __all__ = [
-    "Completion", "Drafter", "Engine", "QueueFull", "Settings", "Target",
+    "Completion", "Drafter", "Engine", "QueueFull", "Router", "Settings", "Target",
     "generate", "load_config", "load_drafter", "load_target", "measure_policy", "save_drafter", "stream", "train",
 ]  # fmt: skip
 

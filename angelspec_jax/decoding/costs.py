@@ -20,6 +20,7 @@ from angelspec_jax.decoding import dcut, slots
 from angelspec_jax.decoding.dcut import PLAIN, Policy
 from angelspec_jax.decoding.generate import check_prompt, even_policy, generate
 from angelspec_jax.decoding.step import DecodeState, Plan, Weights
+from angelspec_jax.drafter.several import SeveralConfig
 
 CONTEXT = 64  # tokens before the measured rounds, where no prompts are given
 FORMAT = 1  # of the files
@@ -59,6 +60,7 @@ class CostTable:
     drafted: dict[int, tuple[float, ...]]  # the draft included
     facts: dict[str, Any]
     source: str = MEASURED
+    chunk: float = 0.0  # seconds of reading in `plan.prefill_chunk` prompt tokens
     estimated: tuple[int, ...] = ()  # numbers of slots for which there was no time; scaled up from the next smaller one
 
     @property
@@ -81,6 +83,7 @@ class CostTable:
             drafted={int(size): tuple(map(float, row)) for size, row in values["drafted"].items()},
             facts=dict(values["facts"]),
             source=str(values["source"]),
+            chunk=float(values["chunk"]),
             estimated=tuple(values["estimated"]),
         )
 
@@ -149,6 +152,7 @@ def find_facts(plan: Plan, weights: Weights, sizes: Sequence[int], capacity: int
         "plan": hashlib.sha256(repr(plan).encode()).hexdigest()[:16],
         "sizes": sorted(sizes),
         "capacity": capacity,
+        "prefill_chunk": plan.prefill_chunk,
     }
 
 
@@ -212,7 +216,7 @@ def measure_table(
             drafted[size] = tuple(map(max, drafted[size], drafted[before]))
         before = size
     facts = find_facts(plan, weights, sizes, capacity)
-    return CostTable(plan.budgets, plain, drafted, facts, MEASURED, tuple(estimated))
+    return CostTable(plan.budgets, plain, drafted, facts, MEASURED, _chunk_seconds(plan, weights, capacity, clock), tuple(estimated))
 
 
 def _measure_size(plan: Plan, weights: Weights, filled: DecodeState, size: int, seconds: float, clock):
@@ -237,12 +241,25 @@ def _measure_size(plan: Plan, weights: Weights, filled: DecodeState, size: int, 
     return min(found[PLAIN], float(drafted[0])), tuple(float(cost) for cost in drafted), compiling
 
 
+def _chunk_seconds(plan: Plan, weights: Weights, capacity: int, clock) -> float:
+    state = slots.create(plan, weights.target.embed.dtype, 1, capacity)
+    state = dataclasses.replace(state, length=jnp.full((1,), capacity, jnp.int32))
+    found = []
+    for _ in range(3):  # the first one may compile
+        begin = clock()
+        state = slots.prefill(plan, weights, state, jnp.int32(0), plan.prefill_chunk)
+        jax.block_until_ready(state.length)
+        found.append(clock() - begin)
+    return min(found)
+
+
 def _timed(plan, weights, policy, state, active, rounds: int, clock):
     """Run rounds as the engine does, and the seconds each took."""
+    choice = jnp.zeros(active.shape, jnp.int32) if isinstance(plan.drafter, SeveralConfig) else None
     jax.block_until_ready(state.tokens)
     begin = clock()
     for _ in range(rounds):
-        state, _ = slots.step(plan, weights, policy, state, active)
+        state, _ = slots.step(plan, weights, policy, state, active, choice)
     jax.block_until_ready(state.tokens)
     return state, (clock() - begin) / rounds
 

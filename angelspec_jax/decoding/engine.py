@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,16 +25,20 @@ from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import check_prompt, even_policy
 from angelspec_jax.decoding.prefixes import Prefixes
 from angelspec_jax.decoding.requests import Feed, Request, Stream
+from angelspec_jax.decoding.router import Router
 from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights
 from angelspec_jax.decoding.waiting import FairQueue, QueueFull
 from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.drafter.several import NOBODY, SeveralConfig
 from angelspec_jax.target.loading import Target
 
 __all__ = ["Engine", "QueueFull", "Round", "Settings"]
 
 DEFAULT_NEW_TOKENS = 256
+ROUTED = "by the router"  # the value of `drafter` that leaves the choice open
 SHORT_CHUNK = 32  # prompt tokens read in at once where few are left
+IDLE = 2.0  # seconds without a request after which the slots are given back
 PATIENCE = 8  # rounds that fewer slots would have done, before there are fewer
 SAMPLES = (  # what slots are filled with while costs are measured
     "A train leaves at nine and travels 180 km at 60 km/h. When does it arrive?",
@@ -78,7 +82,8 @@ class Round:
     kept: tuple[int, ...]  # per active request: drafts verified
     accepted: tuple[int, ...]
     emitted: tuple[int, ...]
-    survival: tuple[tuple[float, ...], ...]
+    survival: tuple[tuple[float, ...], ...]  # nothing in a round without a draft
+    requests: tuple[int, ...]  # their numbers, in the order of submission
 
 
 @dataclasses.dataclass
@@ -108,16 +113,19 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
         settings: Settings | None = None,
         *,
+        router: Router | None = None,
         costs: CostTable | str | None = None,
         budgets: tuple[int, ...] = (),
         budget: str | float = "retrospective",
         confidence: str = "drafter",
         bonus: bool = True,
     ):
-        """With `costs`, a table or "measure", D-cut verifies as many drafts as pay, none included; without, all of them.
+        """Give several drafters as a mapping of names, and perhaps a `router` that picks one for each prompt (else the first).
+
+        With `costs`, a table or "measure", D-cut verifies as many drafts as pay, none included; without, all of them.
 
         `budgets` are the drafts per slot that a round may have room for (with costs: none, a quarter, a half and all, where not given).
         `budget`, `confidence` and `bonus` name the policy (`costs.dcut_policy`). Measuring takes half a minute the first time, compiling
@@ -128,12 +136,23 @@ class Engine:
             most = target.config.max_positions
             raise ValueError(f"capacity {self.settings.capacity} is over the model's context of {most}; lower capacity")
         self.target = target
-        config = None if drafter is None else drafter.config
+        self.drafters: tuple[str, ...] = ()
+        config: Any = None
+        own = shared = None
+        if isinstance(drafter, Mapping):
+            self.drafters, helpers = tuple(drafter), tuple(drafter.values())
+            config = SeveralConfig(tuple(helper.config for helper in helpers))
+            own, shared = tuple(helper.params for helper in helpers), tuple(helper.shared for helper in helpers)
+        elif drafter is not None:
+            config, own, shared = drafter.config, drafter.params, drafter.shared
+        self.router = router
+        for name in () if router is None else (*router.routes.values(), router.default):
+            self._index(name)
         chunk = min(self.settings.prefill_chunk, self.settings.capacity)
         if config is not None and costs is not None and not budgets:
             budgets = cost_tables.crowd_budgets(config.num_drafts)
         self.plan = Plan(target.config, config, stop_ids=tuple(target.eos_ids), budgets=budgets, prefill_chunk=chunk)
-        self.weights = Weights(target.params) if drafter is None else Weights(target.params, drafter.params, drafter.shared)
+        self.weights = Weights(target.params, own, shared)  # type: ignore[arg-type]
         self._table = self._find_costs(costs)
         self._policies: dict[int, Policy] = {}
         self.choose_policy(budget, confidence, bonus)
@@ -142,6 +161,7 @@ class Engine:
         self._prefixes = Prefixes(self.settings.prefixes, self.settings.shortest_prefix)
         self._lock = threading.Condition()
         self._closing = self._aborting = False
+        self._submitted = 0
         self._forget()
         self._thread = threading.Thread(target=self._run, name="angelspec-engine", daemon=True)
         self._thread.start()
@@ -154,6 +174,7 @@ class Engine:
         *,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        drafter: str | None = ROUTED,
         deadline: float | None = None,
         client: str = "",
         priority: int = 0,
@@ -164,9 +185,10 @@ class Engine:
 
         `prompt` is a text, a conversation, or token ids; `max_new_tokens` None is 256, or what the slot has room for. `sampling` are the
         options of `make_sampling` (temperature, top_k, top_p, min_p, seed, ...). The text ends before the first of the `stop` strings.
-        `deadline`: seconds from now, waiting included, after which what was said so far is the answer. Clients (any name) share the slots
-        fairly; a higher `priority` goes first, and takes the slot of a lower one, which goes on later. Raises ValueError for a prompt that
-        does not fit or an option out of range, QueueFull when too many wait, RuntimeError when the engine is closed.
+        `drafter` names one of several drafters, or None for none; left out, the router decides. `deadline`: seconds from now, waiting
+        included, after which what was said so far is the answer. Clients (any name) share the slots fairly; a higher `priority` goes first,
+        and takes the slot of a lower one, which goes on later. Raises ValueError for a prompt that does not fit or an option out of range,
+        QueueFull when too many wait, RuntimeError when the engine is closed.
         """
         tokens = self._tokens(prompt, switches or {})
         if max_new_tokens is None:
@@ -180,7 +202,8 @@ class Engine:
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be a positive number of seconds from now, got {deadline}")
         cancelled = threading.Event()
-        feed = Feed(lambda: self._cancel(cancelled))
+        choice = [self._route(prompt, tokens) if drafter == ROUTED else self._index(drafter)]
+        feed = Feed(cancelled.set, lambda name: choice.__setitem__(0, self._index(name)))
         request = Request(
             prompt=tuple(tokens),
             max_new_tokens=max_new_tokens,
@@ -191,7 +214,7 @@ class Engine:
             client=client,
             priority=priority,
             deadline=None if deadline is None else time.monotonic() + deadline,
-            drafter=0,
+            choice=choice,
             feed=feed,
             cancelled=cancelled,
         )
@@ -202,8 +225,25 @@ class Engine:
                 request.end("length")
             else:
                 self._queue.push(request, client, priority, len(tokens) + max_new_tokens)
+                self._submitted += 1
+                request.number = self._submitted
                 self._lock.notify()
         return feed.hand_over()
+
+    def warm_up(self) -> None:
+        """Compile every program now, so that no request waits for it; call it before the first one."""
+        plan, sizes, capacity = self.plan, self.settings.sizes, self.settings.capacity
+        single = slots.create(plan, self._dtype, 1, capacity)
+        for width in {plan.prefill_chunk, min(SHORT_CHUNK, plan.prefill_chunk)}:
+            single = slots.prefill(plan, self.weights, single, jnp.int32(0), width)
+        for place, size in enumerate(sizes):
+            state = slots.insert(plan, slots.create(plan, self._dtype, size, capacity), single, jnp.int32(0))
+            for other in sizes[max(place - 1, 0) : place + 2]:
+                slots.rearrange(plan, state, jnp.zeros((other,), jnp.int32))
+            slots.settled(plan, self.weights, slots.take(plan, state, jnp.int32(0)))
+            choice = jnp.zeros((size,), jnp.int32) if self.drafters else None
+            state, _ = slots.step(plan, self.weights, self._policies[size], state, jnp.zeros((size,), bool), choice)
+            jax.block_until_ready(state.length)
 
     @property
     def costs(self) -> CostTable | None:
@@ -265,9 +305,23 @@ class Engine:
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         return encode(self.target, prompt, **switches)  # type: ignore[arg-type]
 
-    def _cancel(self, cancelled: threading.Event) -> None:
-        # No lock: a stream may be dropped by the garbage collector while this very thread holds it.
-        cancelled.set()
+    def _index(self, name: str | None) -> int:
+        if name is None:
+            return NOBODY
+        if name not in self.drafters:
+            raise ValueError(f"this engine has no drafter named {name!r}; there are {', '.join(self.drafters) or 'none with a name'}")
+        return self.drafters.index(name)
+
+    def _route(self, prompt: Prompt | Sequence[int], tokens: Sequence[int]) -> int:
+        if self.router is None:
+            return 0
+        if isinstance(prompt, str):
+            words = prompt
+        elif prompt and isinstance(prompt[-1], Mapping):
+            words = str(prompt[-1].get("content", ""))
+        else:
+            words = "" if self.target.tokenizer is None else self.target.tokenizer.decode(tokens)
+        return self._index(self.router.choose(words))
 
     # The engine's thread
 
@@ -277,7 +331,8 @@ class Engine:
                 while not (self._queue or self._reading or self._flight or any(self._owners)):
                     if self._closing:
                         return
-                    self._lock.wait()
+                    if not self._lock.wait(IDLE) and len(self._owners) > self.settings.sizes[0]:
+                        self._resize(self.settings.sizes[0])  # gives the memory back
             try:
                 self._turn()
             except Exception as error:  # whatever fails, those who wait must hear of it
@@ -402,7 +457,10 @@ class Engine:
             return None
         active = jnp.asarray([owner is not None for owner in self._owners])
         policy = self._policies[len(self._owners)]
-        self._state, emitted = slots.step(self.plan, self.weights, policy, self._state, active)
+        choice = None
+        if self.drafters:
+            choice = jnp.asarray([NOBODY if owner is None else owner.choice[0] for owner in self._owners], jnp.int32)
+        self._state, emitted = slots.step(self.plan, self.weights, policy, self._state, active, choice)
         return _Flight(emitted, list(self._owners))
 
     def _deliver(self, flight: _Flight) -> None:
@@ -435,11 +493,13 @@ class Engine:
         def each(values) -> tuple[int, ...]:
             return tuple(int(values[slot]) for slot in live)
 
-        survival = tuple(tuple(float(x) for x in report.survival[slot]) for slot in live)
+        drafts = report.survival[:, : self.plan.budgets[-1]].tolist()
+        survival = tuple(tuple(drafts[slot]) for slot in live)
+        numbers = tuple(owner.number for slot, owner in enumerate(flight.owners) if owner is not None and slot in live)
         budget = self.plan.budgets[int(report.budget)]
         drafted = bool(report.drafted)
         counts = each(report.kept), each(report.accepted), each(emitted.count)
-        self.watch(Round(seconds, len(flight.owners), len(live), drafted, budget, *counts, survival if drafted else ()))
+        self.watch(Round(seconds, len(flight.owners), len(live), drafted, budget, *counts, survival if drafted else (), numbers))
 
     def _under_way(self) -> list[Request]:
         return [reading.request for reading in self._reading] + [owner for owner in self._owners if owner is not None]

@@ -27,13 +27,13 @@ class Stream:
     Leaving it (`cancel`, the end of a `with` block, dropping the last reference) frees its slot.
     """
 
-    def __init__(self, cancel: Callable[[], None]):
+    def __init__(self, cancel: Callable[[], None], switch: Callable[[str | None], None]):
         self._deltas: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._over = threading.Event()
         self._completion: Completion | None = None
         self._error: BaseException | None = None
         self._times: Times | None = None
-        self._cancel = cancel
+        self._cancel, self._switch = cancel, switch
         weakref.finalize(self, cancel).atexit = False
 
     def __iter__(self):
@@ -58,6 +58,10 @@ class Stream:
         """Stop decoding; what has been said stays readable, `finish_reason` is then "cancelled"."""
         self._cancel()
 
+    def use(self, drafter: str | None) -> None:
+        """Go on with another of the engine's drafters, or with none; the text stays the same. Raises ValueError for unknown names."""
+        self._switch(drafter)
+
     @property
     def done(self) -> bool:
         return self._over.is_set()
@@ -80,8 +84,8 @@ class Stream:
 class Feed:
     """The engine's end of a stream; it does not keep the stream alive."""
 
-    def __init__(self, cancel: Callable[[], None]):
-        self.stream: Stream | None = Stream(cancel)
+    def __init__(self, cancel: Callable[[], None], switch: Callable[[str | None], None]):
+        self.stream: Stream | None = Stream(cancel, switch)
         self._weak = weakref.ref(self.stream)
 
     def hand_over(self) -> Stream:
@@ -135,7 +139,7 @@ class Request:
     client: str
     priority: int
     deadline: float | None  # of time.monotonic
-    drafter: int  # which of the engine's drafters; -1 none
+    choice: list[int]  # one entry: which of the engine's drafters, -1 none; changed from outside by `Stream.use`
     feed: Feed
     cancelled: threading.Event
     submitted: float = dataclasses.field(default_factory=time.monotonic)
@@ -145,6 +149,7 @@ class Request:
     rounds: int = 0
     attempts: int = 0
     over: bool = False
+    number: int = 0  # order of submission
 
     def __post_init__(self):
         self._words = None if self.tokenizer is None else Detokenizer(self.tokenizer)

@@ -64,9 +64,14 @@ def rearrange(plan: Plan, state: DecodeState, order: Int[Array, "new"]) -> Decod
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState, active: Bool[Array, "R"]) -> tuple[DecodeState, Emitted]:
-    """One round of the slots that are active; the others are finished for good."""
-    return speculative_step(plan, weights, policy, dataclasses.replace(state, finished=state.finished | ~active))
+def step(
+    plan: Plan, weights: Weights, policy: Policy, state: DecodeState, active: Bool[Array, "R"], choice: Int[Array, "R"] | None = None
+) -> tuple[DecodeState, Emitted]:
+    """One round of the slots that are active; the others are finished for good. `choice`: each slot's drafter, where there are several."""
+    state = dataclasses.replace(state, finished=state.finished | ~active)
+    if choice is not None:
+        state = dataclasses.replace(state, drafter=dataclasses.replace(state.drafter, choice=choice))
+    return speculative_step(plan, weights, policy, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
