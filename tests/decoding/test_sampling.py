@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from angelspec_jax import noise
-from angelspec_jax.decoding.sampling import choose, make_sampling, transform
+from angelspec_jax.decoding.sampling import Text, check_bias, choose, log_probability, make_sampling, transform
 
 
 def expected(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -72,3 +72,45 @@ def test_a_token_of_zero_probability_is_never_chosen():
     options = make_sampling(4096, temperature=2.0, top_k=3)
     picked = choose(jnp.broadcast_to(logits, (4096, 5)), options, jnp.arange(4096, dtype=jnp.int32))
     assert set(np.asarray(picked).tolist()) == {0, 1, 2}
+
+
+def test_bias_and_penalties_by_hand():
+    """Repetition counts prompt and text, frequency and presence the text alone, and drafts on a row's path are text."""
+    logits = jax.random.normal(jax.random.key(4), (3, 9)) * 2
+    options = {"repetition": 1.7, "frequency": 0.3, "presence": 0.6, "bias": {4: 1.5, 7: -float("inf")}}
+    prompt, said, drafts = [1, 2], [3, 3], [3, 5]
+    text = Text(
+        tokens=jnp.asarray([[*prompt, *said, 8, 8]], jnp.int32),  # what stands behind the text does not count
+        length=jnp.asarray([4], jnp.int32),
+        prompt_length=jnp.asarray([2], jnp.int32),
+        drafts=jnp.asarray([drafts], jnp.int32),
+        request=jnp.zeros(3, jnp.int32),
+        ancestors=jnp.asarray([[0b001, 0], [0b011, 0], [0b101, 0]], jnp.uint32),  # the anchor; behind draft 0; behind draft 1, its sibling
+    )
+    for temperature in (0.0, 0.5):
+        found = np.asarray(transform(logits, make_sampling(3, temperature=temperature, **options), text))
+        for row, behind in enumerate(([], [3], [5])):
+            for token in range(9):
+                score = float(logits[row, token]) + options["bias"].get(token, 0.0)
+                count = [*said, *behind].count(token)
+                if count or token in prompt:
+                    score = score / 1.7 if score > 0 else score * 1.7
+                score -= 0.3 * count + 0.6 * (count > 0)
+                assert found[row, token] == pytest.approx(score / (temperature or 1.0), rel=1e-5, abs=1e-5)
+
+
+def test_bad_biases_are_named():
+    for bias, sentence in (({1: float("nan")}, "bias of token 1"), ([{1: 1.0}], "one for each of the 2 requests")):
+        with pytest.raises(ValueError, match=sentence):
+            make_sampling(2, bias=bias)
+    with pytest.raises(ValueError, match="bias names 2 tokens; at most 1"):
+        make_sampling(2, bias={1: 1.0, 2: 1.0}, bias_slots=1)
+    with pytest.raises(ValueError, match="token id 9, outside the vocabulary of 9"):
+        check_bias({9: 1.0}, 9)
+
+
+def test_log_probabilities_are_the_models_own():
+    logits = jax.random.normal(jax.random.key(5), (4, 11))
+    tokens = jnp.asarray([0, 3, 10, 5], jnp.int32)
+    expected = np.log(np.asarray(jax.nn.softmax(logits, axis=-1)))[np.arange(4), np.asarray(tokens)]
+    np.testing.assert_allclose(np.asarray(log_probability(logits, tokens)), expected, rtol=1e-5)
