@@ -67,10 +67,10 @@ class CostTable:
     def sizes(self) -> tuple[int, ...]:
         return tuple(sorted(self.plain))
 
-    def policy(self, size: int, *, budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True) -> Policy:
-        """What the step weighs drafts with when it has `size` slots; see `dcut_policy`."""
+    def policy(self, size: int, **names: Any) -> Policy:
+        """What the step weighs drafts with when it has `size` slots; `names` as in `dcut_policy`."""
         known = next((known for known in self.sizes if known >= size), self.sizes[-1])
-        return dcut_policy(_policy(self.plain[known], self.drafted[known]), self.budgets, budget, confidence, bonus)
+        return dcut_policy(_policy(self.plain[known], self.drafted[known]), self.budgets, **names)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "jax": jax.__version__, **dataclasses.asdict(self)}
@@ -89,11 +89,22 @@ class CostTable:
 
 
 def dcut_policy(
-    costs: Policy, budgets: tuple[int, ...], budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True
+    costs: Policy,
+    budgets: tuple[int, ...],
+    budget: str | float = "retrospective",
+    confidence: str = "drafter",
+    bonus: bool = True,
+    rule: str = "coupled",
 ) -> Policy:
     """A policy by name: `budget` is one of `dcut.MODES`, "off" (every draft is verified), "plain" (none is made), or the share of the
     drafts that is always verified; `confidence` is "drafter" (its own word, or its trained head's) or "margin"; `bonus` counts the token
-    that comes anyway as yield. Raises ValueError for other names."""
+    that comes anyway as yield; `rule` is the acceptance rule it is for. Raises ValueError for other names, and for a budget that the rule
+    does not allow."""
+    if rule == "rejection" and budget == "retrospective":
+        raise ValueError(
+            "the retrospective budget looks at drafts to decide about them, which is exact with coupled acceptance only; with rejection "
+            "choose lagged, causal, a share of the drafts, or off"
+        )
     forced = dcut.FREE
     if budget == "off":
         forced = len(budgets) - 1

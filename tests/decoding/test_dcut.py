@@ -121,7 +121,7 @@ def _least(table, requests):
     return min(requests * (table[j] / table[i] - 1) / (requests * (BUDGETS[j] - BUDGETS[i])) for i, j in pairs)
 
 
-@pytest.mark.parametrize("names", [{"budget": "best"}, {"budget": 1.5}, {"confidence": "guess"}])
+@pytest.mark.parametrize("names", [{"budget": "best"}, {"budget": 1.5}, {"confidence": "guess"}, {"rule": "rejection"}])
 def test_unknown_policies_are_named(names):
     with pytest.raises(ValueError, match="budget|confidence"):
         policy([1, 1, 1, 1], **names)
