@@ -13,7 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 DPACE_VARIANTS = ("all_slots", "masked", "prefix", "suffix")
 
@@ -98,16 +98,42 @@ def lk_hybrid(kl: Float[Array, "*rows"], alpha: Float[Array, "*rows"], eta: floa
     return lam * kl + (1.0 - lam) * (1.0 - alpha)
 
 
-def lk_batch(kl: Float[Array, "*rows"], alpha: Float[Array, "*rows"], mask: Float[Array, "*rows"], eta: float = 3.0) -> Float[Array, ""]:
-    """LK loss of SpecForge's "lambda" form: one lam = exp(-eta mean alpha) for the whole batch instead of one for each position.
+def lk_batch(
+    kl: Float[Array, "*rows"], alpha: Float[Array, "*rows"], weights: Float[Array, "*rows"], eta: float = 3.0, *, over_all: bool = False
+) -> Float[Array, ""]:
+    """LK loss with one lam = exp(-eta mean alpha) for the whole batch instead of one for each position.
 
     The two forms disagree wherever acceptance varies: a position that is already accepted keeps the KL's pull as long as the average is
-    poor. `lk_hybrid` is the published loss (AngelSpec); this one is for recipes trained with SpecForge, whose reference averages the KL
-    over every position and the acceptance over the supervised ones only.
+    poor. `lk_hybrid` is the published loss (AngelSpec); this one is for recipes of SpecForge ("lambda"), whose code differs in two more
+    ways. Its KL is the soft cross entropy, which has the same gradient; and it divides the KL's sum by the number of all positions,
+    supervised or not (`over_all`), so that the KL counts the less against the TV the fewer positions are supervised. By default both
+    are means over the same weights.
     """
-    mean_alpha = weighted_mean(alpha, mask)
+    mean_alpha = weighted_mean(alpha, weights)
     lam = jnp.exp(-eta * jax.lax.stop_gradient(mean_alpha))
-    return lam * jnp.mean(kl) + (1.0 - lam) * (1.0 - mean_alpha)
+    mean_kl = jnp.mean(weights * kl) if over_all else weighted_mean(kl, weights)
+    return lam * mean_kl + (1.0 - lam) * (1.0 - mean_alpha)
+
+
+def two_stream_k3(
+    student: Float[Array, "*blocks K"],
+    teacher: Float[Array, "*blocks K"],
+    hits: Bool[Array, "*blocks K"],
+    mask: Float[Array, "*blocks K"],
+    decay: float = 0.8,
+) -> tuple[Float[Array, "*blocks K"], Float[Array, "*blocks K"]]:
+    """Half on-policy distillation: (k3 of every proposal, its weight); the loss is their weighted mean (AngelSpec, arXiv 2607.25852).
+
+    `student` and `teacher` are log-probabilities of what the drafter itself proposed, `hits` says whether the teacher would have chosen
+    it. k3 = e^d - d - 1 with d = log p - log q is the low-variance estimate of the reverse KL; d is clamped to +-20 and k3 to 10, beyond
+    which there is no gradient. The accepted prefix of a block is one stream, with weight 1; what follows the first miss is the other, with
+    weight decay^j, j the draft index (AngelSpec's code; its text counts from the miss).
+    """
+    difference = jnp.clip(jax.lax.stop_gradient(teacher) - student, -20.0, 20.0)
+    k3 = jnp.minimum(jnp.exp(difference) - difference - 1.0, 10.0)
+    accepted = jnp.cumprod(hits.astype(jnp.float32), axis=-1)
+    later = jnp.broadcast_to(decay ** jnp.arange(k3.shape[-1], dtype=jnp.float32), k3.shape)
+    return k3, jax.lax.stop_gradient(mask * jnp.where(accepted > 0, 1.0, later))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ce", "correct", "kl", "alpha"], meta_fields=[])

@@ -22,7 +22,9 @@ from angelspec_jax.training.anchors import check_layout
 STEPWISE = ("steps", "steps_all")
 POSITION_WEIGHTINGS = ("uniform", "decay", "dpace", "dpace_masked", *STEPWISE)
 E2E_CHAINS = ("valid", "whole")
-LK_TYPES = ("hybrid", "alpha")
+LK_TYPES = ("hybrid", "alpha", "batch")
+NOT_NEGATIVE = ("ce_weight", "l1_weight", "e2e_tv_weight", "confidence_weight", "kl_topk", "teacher_topk", "lk_eta", "step_decay")
+NOT_NEGATIVE += ("opd_weight", "opd_decay")
 BACKWARDS = ("fused", "recompute", "save")
 NEEDS_TEACHER = "this objective compares with the target: give block_loss the target's hidden states (teacher)"
 
@@ -44,6 +46,10 @@ class Objective:
 
     End-to-end TV runs over the valid slots of a block (AngelSpec's block drafters) or, with `e2e_chains` "whole", over blocks all of whose
     slots are supervised (AngelSpec's MTP). `e2e_surrogate` replaces it by LK rows with detached weights that have the same direction.
+
+    `lk_type` "batch" weighs KL and TV by the acceptance of the whole batch (SpecForge). `opd_weight` adds half on-policy distillation on
+    the drafter's own proposals (`training.opd`), outside the position weights. `teacher_norm` false compares with the target's last
+    hidden state before its final norm, as AngelSpec's L1 does although no token is ever drawn from it: only to repeat such a recipe.
     """
 
     ce_weight: float = 1.0
@@ -63,6 +69,9 @@ class Objective:
     decay_gamma: float = 7.0
     dpace_alpha: float = 0.5
     step_decay: float = 0.8
+    opd_weight: float = 0.0
+    opd_decay: float = 0.8
+    teacher_norm: bool = True
 
     def __post_init__(self):
         if self.position_weighting not in POSITION_WEIGHTINGS:
@@ -77,14 +86,18 @@ class Objective:
             raise ValueError(f"objective.e2e_chains {self.e2e_chains!r} does not exist; choose one of {', '.join(E2E_CHAINS)}")
         if self.e2e_surrogate and self.e2e_chains != "whole":
             raise ValueError("objective.e2e_surrogate is defined on whole chains only; set objective.e2e_chains to whole")
-        for name in ("ce_weight", "l1_weight", "e2e_tv_weight", "confidence_weight", "kl_topk", "teacher_topk", "lk_eta", "step_decay"):
+        for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"objective.{name} must not be negative, got {getattr(self, name)}")
         if self.lk_weight > 0 and self.kl_weight > 0:
             raise ValueError("objective.lk_weight and objective.kl_weight exclude each other; set one of them to 0")
+        if not self.teacher_norm and (self.lk_weight or self.kl_weight or self.e2e_tv_weight or self.opd_weight):
+            raise ValueError("objective.teacher_norm=false goes with l1_weight and confidence_weight only; every other term needs the norm")
+        if self.lk_type == "batch" and self.e2e_surrogate:
+            raise ValueError("objective.e2e_surrogate needs an LK of every position; set objective.lk_type to hybrid or alpha")
         if self.decay_gamma <= 0:
             raise ValueError(f"objective.decay_gamma must be positive, got {self.decay_gamma}")
-        if not (self.trains_rows or self.e2e_tv_weight or self.confidence_weight):
+        if not (self.trains_rows or self.e2e_tv_weight or self.confidence_weight or self.opd_weight):
             raise ValueError("the objective has no term: give at least one of its weights a positive value")
 
     @property
@@ -229,7 +242,7 @@ def row_values(objective: Objective, terms: BlockTerms) -> Float[Array, "B A J"]
         values = values + objective.base_share * objective.ce_weight * terms.ce
         if objective.l1_weight > 0:
             values = values + objective.base_share * objective.l1_weight * 2.0 * (1.0 - _present(terms.alpha))
-    if objective.lk_weight > 0:
+    if objective.lk_weight > 0 and objective.lk_type != "batch":
         values = values + objective.lk_weight * _lk(objective, terms)
     if objective.kl_weight > 0:
         values = values + objective.kl_weight * _kl(objective, terms)
@@ -273,12 +286,15 @@ def _block_terms(objective: Objective, blocks: _Blocks, head: Head, teacher_head
 
 
 def _sums(objective: Objective, terms: BlockTerms, blocks: _Blocks) -> tuple[list[Array], list[Array]]:
-    """Numerators and denominators of the objective's terms over these blocks; the loss is the sum of their quotients."""
+    """Numerators and denominators of the objective's terms over these blocks; `_coefficients` says how they make the loss."""
     numerators, denominators = [], []
     if objective.trains_rows:
         weights = position_weights(objective, terms, blocks)
         numerators.append(jnp.sum(weights * row_values(objective, terms)))
         denominators.append(_normalizer(objective, weights))
+        if objective.lk_weight > 0 and objective.lk_type == "batch":
+            numerators += [jnp.sum(weights * _present(terms.kl)), jnp.sum(weights * (1.0 - _present(terms.alpha)))]
+            denominators += [denominators[-1]] * 2
     if objective.e2e_tv_weight > 0:
         shortfall, valid = _end_to_end(objective, terms, blocks)
         numerators.append(objective.e2e_tv_weight * jnp.sum(shortfall))
@@ -303,10 +319,20 @@ def _accepted(terms: BlockTerms, blocks: _Blocks) -> Array:
     return jnp.where(blocks.labels >= 0, _present(terms.alpha), 0.0)
 
 
-def _quotients(numerators: list[Array], denominators: list[Array]) -> Array:
+def _coefficients(objective: Objective, numerators: list[Array], denominators: list[Array]) -> list[Array]:
+    """What each numerator counts for in the loss, without gradient: one over its denominator, and the batch's share in a batch-level LK."""
+    inverse = [1.0 / losses.nonzero(denominator) for denominator in denominators]
+    if objective.trains_rows and objective.lk_weight > 0 and objective.lk_type == "batch":
+        share = jnp.exp(-objective.lk_eta * (1.0 - numerators[2] * inverse[2]))
+        inverse[1] = objective.lk_weight * share * inverse[1]
+        inverse[2] = objective.lk_weight * (1.0 - share) * inverse[2]
+    return jax.lax.stop_gradient(inverse)
+
+
+def _total(objective: Objective, numerators: list[Array], denominators: list[Array]) -> Array:
     total = jnp.zeros((), jnp.float32)
-    for numerator, denominator in zip(numerators, denominators, strict=True):
-        total = total + numerator / losses.nonzero(denominator)
+    for numerator, coefficient in zip(numerators, _coefficients(objective, numerators, denominators), strict=True):
+        total = total + numerator * coefficient
     return total
 
 
@@ -319,7 +345,7 @@ def _chunked(objective, blocks, head, teacher_head, grid, recompute: bool) -> tu
     body = jax.checkpoint(terms_of) if recompute else terms_of
     _, split_terms = chunks.scan(lambda carry, part: (carry, body(part)), None, chunks.split(blocks, grid))
     terms = chunks.join(split_terms, grid)
-    return _quotients(*_sums(objective, terms, blocks)), terms
+    return _total(objective, *_sums(objective, terms, blocks)), terms
 
 
 def _fused(objective, blocks, head, teacher_head, grid) -> tuple[Array, BlockTerms]:
@@ -349,7 +375,7 @@ def _fused(objective, blocks, head, teacher_head, grid) -> tuple[Array, BlockTer
             return carry, terms_of(part.student, consts, teacher_consts, part)
 
         terms = chunks.join(chunks.scan(body, None, chunks.split(whole, grid))[1], grid)
-        return _quotients(*_sums(objective, terms, whole)), terms
+        return _total(objective, *_sums(objective, terms, whole)), terms
 
     def forward(student, consts, frozen):
         trained = [c.perturbed for c in consts]
@@ -372,12 +398,12 @@ def _fused(objective, blocks, head, teacher_head, grid) -> tuple[Array, BlockTer
         const_gradients, (terms, row_gradients) = chunks.scan(body, zeros, chunks.split(whole, grid))
         terms = chunks.join(terms, grid)
         numerators, denominators = _sums(objective, terms, whole)
-        scales = finish(denominators)
+        scales = finish(numerators, denominators)
         rows_gradient = chunks.join(_combine(scales, row_gradients), grid)
         summed = _combine(scales, const_gradients)
         const_gradient = [g.astype(c.dtype) for g, c in zip(summed, _select(consts, trained), strict=True)]
         filled = _merge([None] * len(consts), const_gradient, trained)
-        return (_quotients(numerators, denominators), terms), (rows_gradient, filled)
+        return (_total(objective, numerators, denominators), terms), (rows_gradient, filled)
 
     def backward(residuals, cotangents):
         rows_gradient, const_gradient = residuals
@@ -393,19 +419,21 @@ def _fused(objective, blocks, head, teacher_head, grid) -> tuple[Array, BlockTer
 def _seeds(objective: Objective, blocks: _Blocks):
     """Cotangents to pull back through a chunk's numerators, and how the results combine once all denominators are known.
 
-    A denominator that only the mask decides is known beforehand; those of D-PACE need the cross entropy of every slot.
+    A denominator that only the mask decides is known beforehand; those of D-PACE need the cross entropy of every slot, and the share of the
+    KL in a batch-level LK the acceptance of every slot.
     """
-    terms = int(objective.trains_rows) + int(objective.e2e_tv_weight > 0)
-    if objective.trains_rows and objective.position_weighting.startswith("dpace"):
+    batch = objective.lk_weight > 0 and objective.lk_type == "batch"
+    terms = int(objective.trains_rows) * (3 if batch else 1) + int(objective.e2e_tv_weight > 0)
+    if objective.trains_rows and (batch or objective.position_weighting.startswith("dpace")):
         seeds = [[float(i == j) for j in range(terms)] for i in range(terms)]
-        return seeds, lambda denominators: [1.0 / losses.nonzero(d) for d in denominators]
+        return seeds, functools.partial(_coefficients, objective)
     seed = []
     if objective.trains_rows:
         seed.append(1.0 / losses.nonzero(_normalizer(objective, position_weights(objective, None, blocks))))
     if objective.e2e_tv_weight > 0:
         valid = jnp.sum(_end_to_end_mask(objective, blocks.mask), axis=-1) > 0
         seed.append(1.0 / losses.nonzero(jnp.sum(valid.astype(jnp.float32))))
-    return [seed], lambda denominators: [jnp.ones((), jnp.float32)]
+    return [seed], lambda numerators, denominators: [jnp.ones((), jnp.float32)]
 
 
 def _combine(scales, gradients):
@@ -447,7 +475,9 @@ def _metrics(objective: Objective, terms: BlockTerms, blocks: _Blocks, weights: 
     metrics["tau"] = 1.0 + losses.weighted_mean(losses.expected_lengths(accepted, mask)[0], has_slot)
     metrics["l1"] = losses.weighted_mean(2.0 * (1.0 - terms.alpha), weights)
     if objective.lk_weight > 0:
-        metrics["lk"] = losses.weighted_mean(_lk(objective, terms), weights)
+        batch = objective.lk_type == "batch"
+        eta, kl, alpha = objective.lk_eta, _present(terms.kl), _present(terms.alpha)
+        metrics["lk"] = losses.lk_batch(kl, alpha, weights, eta) if batch else losses.weighted_mean(_lk(objective, terms), weights)
     if objective.kl_weight > 0:
         metrics["kl"] = losses.weighted_mean(_kl(objective, terms), weights)
     if objective.e2e_tv_weight > 0:

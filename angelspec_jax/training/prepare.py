@@ -99,6 +99,17 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
     return Data(samples, parts[0], parts[1], tuple(validation))
 
 
+def check_objectives(config: TrainConfig, drafter: AnyConfig) -> None:
+    """Raise ValueError for objectives that this drafter, or a run with cached features, cannot be trained on."""
+    for number, stage in enumerate(config.train.stages):
+        objective, where = stage.objective, f"train.stages.{number}"
+        if objective.opd_weight > 0 and not isinstance(drafter, DrafterConfig):
+            raise ValueError(f"{where}.opd_weight is for block drafters; set it to 0 ({drafter.family} has train.ttt.on_policy)")
+        for name, wanted in (("opd_weight", objective.opd_weight > 0), ("teacher_norm", not objective.teacher_norm)):
+            if wanted and config.data.cache is not None:
+                raise ValueError(f"{where}.{name} needs the target inside the step, which data.cache leaves out; do without the cache")
+
+
 def packed(part: Part, config: TrainConfig, say: Say) -> packing.Packed:
     """The training part with several conversations a row."""
     length = config.data.max_length

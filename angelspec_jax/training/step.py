@@ -21,7 +21,7 @@ from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams
-from angelspec_jax.training import ttt
+from angelspec_jax.training import opd, ttt
 from angelspec_jax.training.anchors import block_targets, gather_rows, sample_anchors
 from angelspec_jax.training.objective import Objective, block_loss
 
@@ -141,7 +141,7 @@ def _block_loss(
 ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
     dtype = jnp.dtype(settings.compute_dtype)
     tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
-    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents, objective.teacher_norm)
     valid, positions, documents = _places(batch)
     anchors, keep = sample_anchors(
         key, loss_mask, settings.anchors, drafter.block_size, rule=settings.anchor_rule, valid=valid, documents=documents
@@ -154,18 +154,29 @@ def _block_loss(
     rows = block.teacher_forced(params, drafter, frozen.embed, states, targets.previous)
     confidence = block.confidence_logits(params, drafter, states, targets.previous) if drafter.confidence else None
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
-    return block_loss(
+    head, teacher_head = functools.partial(_slot_head, params, drafter, frozen.head), functools.partial(_head, rows=frozen.head)
+    loss, metrics = block_loss(
         objective,
         rows,
         gather_rows(hidden, targets.teacher_index),
         labels,
         targets.weight_mask,
-        lambda rows: block.slot_logits(params, drafter, rows, frozen.head),
+        head,
         layout=drafter.layout,
         chunk=settings.chunk,
-        teacher_head=functools.partial(_head, rows=frozen.head),
+        teacher_head=teacher_head,
         confidence_logits=confidence,
     )
+    if objective.opd_weight > 0:
+        if frozen.target is None:
+            raise ValueError("objective.opd_weight has the target score what the drafter proposes: give the step the target")
+        score = opd.scorer(frozen.target, target, tokens, positions, anchors, keep, documents, settings.max_documents)
+        own = (params, drafter, frozen.embed, states, jnp.take_along_axis(tokens, anchors, axis=1), keep, head, teacher_head, score)
+        options = {"draft_ids": frozen.draft_ids, "decay": objective.opd_decay, "chunk": settings.chunk}
+        distilled, accepted = opd.distillation(*own, **options)
+        loss = loss + objective.opd_weight * distilled
+        metrics |= {"loss": loss, "opd": distilled, "tau_own": 1.0 + accepted}
+    return loss, jax.lax.stop_gradient(metrics)
 
 
 def _chain_loss(
@@ -182,7 +193,7 @@ def _chain_loss(
     """TTT of an autoregressive drafter: the same anchors and labels as a block's, drafted one after another."""
     dtype = jnp.dtype(settings.compute_dtype)
     tokens, loss_mask = batch["tokens"], batch["loss_mask"].astype(jnp.float32)
-    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents)
+    features, hidden = _features(frozen, batch, target, drafter.taps, dtype, settings.max_documents, objective.teacher_norm)
     steps, cell = settings.ttt.steps or drafter.num_drafts, registry.module(drafter).CELL
     valid, positions, documents = _places(batch)
     gated = ttt.gate(loss_mask, settings.ttt.mask)
@@ -221,6 +232,10 @@ def _chain_loss(
     )
 
 
+def _slot_head(params, drafter, rows, values):
+    return block.slot_logits(params, drafter, values, rows)
+
+
 def _head(hidden: Float[Array, "N D"], rows: Float[Array, "V' D"]) -> Float[Array, "N V'"]:
     return jnp.einsum("nd,vd->nv", hidden, rows.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
@@ -234,9 +249,13 @@ def _places(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     return valid, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape), None
 
 
-def _features(frozen: Frozen, batch: Batch, target: TransformerConfig, taps: Sequence[int], dtype, most: int):
+def _features(frozen: Frozen, batch: Batch, target: TransformerConfig, taps: Sequence[int], dtype, most: int, norm: bool):
+    """Tapped features and the teacher's hidden state, after the final norm or (`norm` false) before it."""
     if "features" in batch:
+        if not norm:
+            raise ValueError("objective.teacher_norm=false needs the target: cached features hold the normed hidden state only")
         return batch["features"].astype(dtype), batch["hidden"].astype(dtype)
     packed = (batch["documents"], batch["positions"], most) if "documents" in batch else ()
-    both = jax.lax.stop_gradient(target_features(frozen.target, target, batch["tokens"], tuple(taps), dtype, *packed))
-    return both[:, :, :-1], both[:, :, -1]
+    read = tuple(taps) if norm else (*taps, target.num_layers - 1)
+    both = jax.lax.stop_gradient(target_features(frozen.target, target, batch["tokens"], read, dtype, *packed))
+    return both[:, :, : len(taps)], both[:, :, -1 if norm else -2]

@@ -104,11 +104,15 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
         raise ValueError(f"train.batch_size {config.train.batch_size} must be a multiple of the {shards} data x fsdp shards of the mesh")
+    if config.train.batch_size % (shards * config.train.accumulate):
+        parts = config.train.accumulate
+        raise ValueError(f"train.batch_size {config.train.batch_size} in {parts} parts does not spread over {shards} data x fsdp shards")
     conversations = prepare.read_conversations(config)
     if target is None:
         target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
     drafter_config = prepare.drafter_config(config.drafter, target)
     prepare.check_confidence(drafter_config, config.train.stages)
+    prepare.check_objectives(config, drafter_config)
     prepare.check_initial(config.drafter.init, drafter_config)
     data = prepare.encode(config, target, conversations, say)
     prepare.check_mask_token(mask_token(drafter_config), data, target)

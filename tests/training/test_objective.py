@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from angelspec_jax.training import chunks
+from angelspec_jax.training import chunks, losses
 from angelspec_jax.training.anchors import block_targets, gather_rows
 from angelspec_jax.training.objective import Objective, block_loss
 
@@ -169,6 +169,7 @@ OBJECTIVES = {
     "e2e": Objective(ce_weight=0.0, e2e_tv_weight=1.0),
     "kl_a": Objective(kl_weight=0.6, kl_topk=5, kl_renormalize=True),
     "kl_full": Objective(kl_weight=1.0),
+    "lk_batch": Objective(lk_weight=0.6, lk_type="batch", e2e_tv_weight=0.5, position_weighting="dpace"),
     "confidence": Objective(ce_weight=0.3, confidence_weight=1.0),
 }
 
@@ -233,6 +234,24 @@ def test_gradient_matches_finite_differences(backward):
     np.testing.assert_allclose(slope, numeric, rtol=5e-3)
 
 
+def test_batch_level_lk_is_one_share_for_all_rows():
+    data, wanted = example(), Objective(lk_weight=1.0, lk_type="batch", position_weighting="uniform")
+    trained = {k: data[k] for k in ("hidden", "bias", "head", "out", "confidence")}
+    data = data | {"labels": jnp.maximum(data["labels"], 0)}
+
+    def plain(trained):
+        student = trained["hidden"] @ trained["head"] + trained["bias"] @ trained["out"]
+        teacher = data["teacher"] @ data["head"]
+        kl, alpha = losses.forward_kl(student, teacher), losses.acceptance(student, teacher)
+        return losses.lk_batch(kl, alpha, data["mask"], 3.0)
+
+    value, gradient = jax.value_and_grad(plain)(trained)
+    (found, metrics), own = jax.value_and_grad(lambda t: total(t, data, wanted, "anchor_first", 8, "fused"), has_aux=True)(trained)
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    np.testing.assert_allclose(metrics["lk"], value, rtol=1e-5)
+    np.testing.assert_allclose(own["head"], gradient["head"], rtol=1e-3, atol=1e-6)
+
+
 def test_a_slot_that_never_drafts_receives_nothing():
     data = example()
     loss = jax.jit(jax.grad(lambda h: total({**data, "hidden": h}, data, OBJECTIVES["ce"], "same_position", 8, "fused")[0]))
@@ -275,27 +294,35 @@ def test_bfloat16_hidden_states_keep_their_type():
     assert {k: v.dtype for k, v in gradients.items() if k != "confidence"} == dict.fromkeys(("hidden", "bias", "head", "out"), jnp.bfloat16)
 
 
-def test_memory_grows_with_the_chunk_and_not_with_the_rows():
-    vocabulary, width, batch, anchors, block = 151_936, 16, 2, 128, 8
-    rows = batch * anchors * block
+VOCABULARY = 151_936
+ROW = 4 * VOCABULARY  # bytes of one row of logits
 
-    def temporary(chunk, backward):
-        def loss(hidden, teacher, labels, mask, head):
-            return block_loss(
-                OBJECTIVES["dpace_lk"], hidden, teacher, labels, mask, lambda x: x @ head,
-                layout="anchor_first", chunk=chunk, backward=backward,
-            )[0]  # fmt: skip
 
-        hidden = jax.ShapeDtypeStruct((batch, anchors, block, width), jnp.float32)
-        labels, mask = (jax.ShapeDtypeStruct((batch, anchors, block), t) for t in (jnp.int32, jnp.float32))
-        head = jax.ShapeDtypeStruct((width, vocabulary), jnp.float32)
-        return jax.jit(jax.grad(loss)).lower(hidden, hidden, labels, mask, head).compile().memory_analysis().temp_size_in_bytes
+def temporary(wanted, chunk, backward):
+    """Bytes of temporaries of a loss and its gradient over 2048 rows, as compiled."""
+    width, batch, anchors, block = 16, 2, 128, 8
 
-    logits = 4 * vocabulary  # bytes of one row
-    for backward in ("fused", "recompute"):
-        small, large = temporary(32, backward), temporary(128, backward)
-        assert small < 32 * logits * 6 and 2 < large / small < 5, (backward, small, large)
-    assert temporary(32, "save") > rows * logits
+    def loss(hidden, teacher, labels, mask, head, confidence):
+        return block_loss(
+            wanted, hidden, teacher, labels, mask, lambda x: x @ head,
+            layout="anchor_first", chunk=chunk, backward=backward, confidence_logits=confidence,
+        )[0]  # fmt: skip
+
+    hidden = jax.ShapeDtypeStruct((batch, anchors, block, width), jnp.float32)
+    labels, mask = (jax.ShapeDtypeStruct((batch, anchors, block), t) for t in (jnp.int32, jnp.float32))
+    head = jax.ShapeDtypeStruct((width, VOCABULARY), jnp.float32)
+    return jax.jit(jax.grad(loss)).lower(hidden, hidden, labels, mask, head, mask).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("backward", ["fused", "recompute"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dpace_lk" else pytest.mark.slow) for n in OBJECTIVES])
+def test_memory_grows_with_the_chunk_and_not_with_the_rows(name, backward):
+    small, large = temporary(OBJECTIVES[name], 32, backward), temporary(OBJECTIVES[name], 128, backward)
+    assert small < 32 * ROW * 8 and 2 < large / small < 5, (small, large)
+
+
+def test_saved_logits_take_the_memory_of_all_rows():
+    assert temporary(OBJECTIVES["dpace_lk"], 32, "save") > 2048 * ROW
 
 
 def test_chunks_cover_every_block_once():
