@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from angelspec_jax.drafter.autoregressive import Cell
 from angelspec_jax.target import kernels
 from angelspec_jax.target.layers import decoder_layer, project_kv, rotation
+from angelspec_jax.training import chunks
 from angelspec_jax.training.anchors import gather_rows
 
 MASKS = ("label", "input")
@@ -79,12 +80,13 @@ def greedy_tokens(
     scored: Float[Array, "B A D"], head: Float[Array, "V' D"], draft_ids: Int[Array, "V'"] | None, chunk: int
 ) -> Int[Array, "B A"]:
     """The token each row would say, with logits of at most `chunk` rows alive at once."""
+    grid = chunks.grid_of(*scored.shape[:2], 1, chunk)
 
-    def best(row):
-        return jnp.argmax(head.astype(row.dtype) @ row, axis=0).astype(jnp.int32)
+    def best(carry, rows):
+        logits = jnp.einsum("bad,vd->bav", rows, head.astype(rows.dtype), preferred_element_type=jnp.float32)
+        return carry, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    rows = scored.reshape(-1, scored.shape[-1])
-    found = jax.lax.map(best, rows, batch_size=min(chunk, rows.shape[0])).reshape(scored.shape[:2])
+    found = chunks.join(chunks.scan(best, None, chunks.split(scored, grid))[1], grid)
     return found if draft_ids is None else draft_ids[found]
 
 
