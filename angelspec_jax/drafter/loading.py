@@ -87,9 +87,9 @@ def create_drafter(
     else:
         params = jax.jit(functools.partial(initialize, specs, dtype=dtype), out_shardings=shardings(mesh, specs))(key)
     if isinstance(params, BlockDrafter) and params.context.fusion is not None:
-        prior = jnp.asarray(fusion_prior(config.transformer.num_layers, len(config.taps)))
+        prior = jnp.asarray(fusion_prior(*params.context.fusion.shape))
         prior = prior if mesh is None else jax.device_put(prior, params.context.fusion.sharding)
-        params = params.replace(context=params.context.replace(fusion=prior))
+        params = dataclasses.replace(params, context=dataclasses.replace(params.context, fusion=prior))
     drafter = Drafter(params, config, share(target.params, ids), card_for(target, config), name)
     check_shapes(config, target)
     return drafter
