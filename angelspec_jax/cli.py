@@ -462,6 +462,108 @@ def bench_step(
         report.write_json(output, {"target": model.name, "machine": report.machine(), **costs.to_dict()})
 
 
+@bench.command("load")
+def bench_load(
+    files: Annotated[list[Path] | None, typer.Argument(help="JSONL prompt files, a domain each. Default: own prompts.")] = None,
+    target: TargetOption = SMOLLM2,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", "-d", help="May be given several times. Default: the shipped one with smollm2.")
+    ] = None,
+    dtype: DtypeOption = None,
+    concurrency: Annotated[str, typer.Option(help="Clients of the closed loops, separated by commas.")] = "1,2,4,8,16,32,64",
+    rates: Annotated[str, typer.Option(help="Poisson arrivals, requests per second, separated by commas.")] = "",
+    budget: Annotated[
+        list[str] | None, typer.Option(help="D-cut's budget: retrospective, lagged, causal, or a share such as 0.5. May be repeated.")
+    ] = None,
+    confidence: Annotated[list[str] | None, typer.Option(help="drafter or margin. May be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of every window.")] = 20.0,
+    warm: Annotated[float, typer.Option(min=0.0, help="Seconds before a window, in which slots fill.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Windows of each way at each load, in turns.")] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per domain.")] = 12,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    capacity: Annotated[int, typer.Option(min=8, help="Tokens a slot can hold.")] = 512,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write; `bench simulate` reads it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
+) -> None:
+    """Throughput, speed and first-token time under load: plain, every drafter with all its drafts, and with D-cut, in turns."""
+    levels, arrivals = _numbers(concurrency, "--concurrency", int), _numbers(rates, "--rates", float)
+    from angelspec_jax.evaluation import prompts as reading
+
+    questions = reading.read_domains(files or [], limit)
+    console = _start()
+    import dataclasses
+
+    from angelspec_jax.drafter.loading import load_drafter
+    from angelspec_jax.evaluation import demo as show
+    from angelspec_jax.evaluation import load, plots, report
+
+    model, first = _load(target, drafter[0] if drafter else None, dtype)
+    helpers = {} if first is None else {first.name: first}
+    for name in (drafter or [])[1:]:
+        if (folder := _find_drafter(name, target)) is not None:
+            helper = load_drafter(folder, model)
+            helpers[helper.name] = helper
+    shares = [_share(given) for given in budget or ["retrospective"]]
+    ways = load.ways_of(list(helpers), confidences=confidence or ["drafter"], budgets=shares)
+    options = load.Options(
+        concurrency=tuple(levels), rates=tuple(arrivals), seconds=seconds, warm=warm, repeats=repeats, max_new_tokens=max_new_tokens,
+        temperature=temperature, capacity=capacity, seed=seed,
+    )  # fmt: skip
+    with show.progress_bar(console, "every way at every load") as progress:
+        results, costs, traces = load.run(model, helpers, questions, ways, options, progress=progress)
+    found = load.pooled(results)
+    console.print(report.load_table(f"{model.name} under load", found))
+    if output is not None:
+        facts = {"target": model.name, "drafters": list(helpers), "machine": report.machine(), "options": dataclasses.asdict(options)}
+        tables = {"costs": {n: t.to_dict() for n, t in costs.items()}, "traces": {n: t.to_dict() for n, t in traces.items()}}
+        report.write_json(output, {**facts, "results": [result.to_dict() for result in results], **tables})
+    if plot is not None:
+        closed = {level: ways for (kind, level), ways in found.items() if kind == "closed"}
+        curves = {way.name: [(n, own[way.name]["rate"], own[way.name]["request_rate"]) for n, own in closed.items()] for way in ways}
+        plots.save(plots.under_load(f"{model.name} under load", curves), plot)  # type: ignore[arg-type]
+
+
+@bench.command("simulate")
+def bench_simulate(
+    traces: Annotated[Path, typer.Argument(help="JSON file that `bench load` wrote.")],
+    costs: Annotated[Path | None, typer.Option(help="Cost table of another device. Default: the one the traces came with.")] = None,
+    drafter: Annotated[str | None, typer.Option("--drafter", "-d", help="One of the file's drafters. Default: all.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Concurrent requests, separated by commas.")] = "1,2,4,8,16,32,64",
+    budget: Annotated[list[str] | None, typer.Option(help="Policies: plain, off, retrospective, lagged, causal, or a share.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that are simulated.")] = 400,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
+) -> None:
+    """Predict throughput against concurrency from recorded rounds and a table of costs."""
+    levels = _numbers(concurrency, "--concurrency", int)
+    console = _start()
+    from angelspec_jax.decoding import costs as cost_tables
+    from angelspec_jax.evaluation import plots, report, simulation
+
+    found = simulation.read_traces(traces)
+    if drafter is not None and drafter not in found:
+        raise ValueError(f"{traces} holds no traces of {drafter}; there are {', '.join(found)}")
+    values = {}
+    for name, (trace, own) in found.items():
+        if drafter in (None, name):
+            table = own if costs is None else cost_tables.load(costs)
+            policies = [_share(given) for given in budget or ["plain", "off", "retrospective"]]
+            predicted = [simulation.simulate(trace, table, level, policy, rounds=rounds) for level in levels for policy in policies]
+            console.print(report.prediction_table(f"{name}: predicted tokens per second", predicted))
+            values[name] = [prediction.to_dict() for prediction in predicted]
+            if plot is not None:
+                curves = {
+                    str(policy): [(p.concurrency, p.rate, p.rate / p.concurrency) for p in predicted if p.budget == policy]
+                    for policy in policies
+                }
+                place = plot if len(found) == 1 or drafter is not None else plot.with_stem(f"{plot.stem}-{name}")
+                plots.save(plots.under_load(f"{name}, predicted; costs {table.source}", curves), place)
+    if output is not None:
+        report.write_json(output, values)
+
+
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A drafter of any layout that is read: a directory, a hub id or a gs:// address.")],
@@ -677,6 +779,25 @@ def _pairs(given: list[str] | None, option: str) -> dict[str, Any]:
         except ValueError:
             found[key] = value
     return found
+
+
+def _numbers(given: str, option: str, kind: type) -> list[Any]:
+    """Numbers separated by commas."""
+    try:
+        found = [kind(number) for number in given.split(",") if number.strip()]
+    except ValueError:
+        raise ValueError(f"{option} must be numbers separated by commas, got {given!r}") from None
+    if any(not number > 0 for number in found):
+        raise ValueError(f"{option} must be positive, got {given!r}")
+    return found
+
+
+def _share(given: str) -> str | float:
+    """A policy's name, or a share of the drafts."""
+    try:
+        return float(given)
+    except ValueError:
+        return given
 
 
 def _lines(prompt: str) -> Iterator[str]:

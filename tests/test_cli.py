@@ -112,6 +112,24 @@ def test_bench_step(toy_directory, drafter_directory, monkeypatch, tmp_path):
     assert set(json.loads((tmp_path / "s.json").read_text())["verify"]) == {"1", "2"}
 
 
+def test_bench_load_and_its_simulation(toy_directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))  # where costs are kept
+    models = ("-t", toy_directory, "-d", "lookup:2", "-n", 4, "--capacity", 96, "--limit", 1)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "one one one"}\n')
+    loads = ("--concurrency", "1", "--seconds", 0.5, "--warm", 0)
+    found = run("bench", "load", "tasks.jsonl", *models, *loads, "-o", "load.json", "--plot", "load.png")
+    assert "lookup:2 D-cut" in found.stdout
+    values = json.loads((tmp_path / "load.json").read_text())
+    assert {result["way"] for result in values["results"]} == {"plain", "lookup:2 fixed", "lookup:2 D-cut retrospective"}
+    assert (tmp_path / "load.png").exists()
+    predicted = run("bench", "simulate", "load.json", "--concurrency", "1", "--rounds", 20, "-o", "s.json", "--plot", "s.png")
+    assert "costs: measured" in predicted.stdout
+    assert [row["budget"] for row in json.loads((tmp_path / "s.json").read_text())["lookup:2"]] == ["plain", "off", "retrospective"]
+    assert (tmp_path / "s.png").exists()
+    assert "--concurrency must be numbers" in refused("bench", "load", "tasks.jsonl", *models, "--concurrency", "many")
+    assert "concurrency must lie between 1 and" in refused("bench", "simulate", "load.json", "--concurrency", "64")
+
+
 def test_convert_keeps_the_drafter(drafter_directory, tmp_path):
     told = run("convert", drafter_directory, "copy", "--layout", "angelspec").stdout
     assert "architecture Qwen3DFlyModel" in told

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from angelspec_jax import mesh as meshes
 from angelspec_jax.config import OptimizationSection
+from angelspec_jax.decoding.engine import Engine, Settings
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
@@ -77,6 +78,17 @@ def _train(target, drafter, batch, steps: int = 3):
         state, metrics = train(state, frozen, batch, 0)
         losses.append(float(metrics["loss"]))
     return np.array(losses), state.params
+
+
+def test_the_engine_serves_from_a_mesh(spread, alone):
+    target, drafter = spread
+    random = np.random.default_rng(2)
+    prompts = [random.integers(0, 250, size).tolist() for size in (3, 9)]
+    plan = Plan(target.config, stop_ids=tuple(target.eos_ids))
+    expected = generate(plan, Weights(alone[0].params), prompts, 8, capacity=32).texts()
+    with Engine(target, drafter, Settings(slots=2, capacity=32, prefill_chunk=8)) as engine:
+        streams = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
+        assert [[token for delta in stream for token in delta.tokens] for stream in streams] == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

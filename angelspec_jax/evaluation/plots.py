@@ -35,6 +35,30 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
+def under_load(title: str, curves: Mapping[str, Sequence[tuple[float, float, float | None]]], level: str = "concurrent requests") -> Figure:
+    """`curves`: way -> (level, tokens per second of all, tokens per second of one request or None). Left: all against the level; right:
+    all against one request's, the trade between throughput and speed."""
+    figure = Figure(figsize=(10.4, 4.2), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    whole, trade = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    for place, (name, points) in enumerate(curves.items()):
+        colour = PLAIN if name == "plain" else COLOURS[place % len(COLOURS)]
+        whole.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", markersize=4, color=colour, label=name)
+        known = [(one, every) for _, every, one in points if one is not None]
+        trade.plot([one for one, _ in known], [every for _, every in known], marker="o", markersize=4, color=colour)
+    whole.set_xscale("log", base=2)
+    ticks = sorted({x for points in curves.values() for x, _, _ in points})
+    whole.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    whole.set_xlabel(level)
+    trade.set_xlabel("tokens per second of one request")
+    for axes in (whole, trade):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylabel("tokens per second, all requests")
+        axes.set_ylim(bottom=0)
+    whole.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _speeds(axes, speeds: Mapping[str, tuple[float, float]], colours: Mapping[str, str]) -> None:
     for place, (domain, (plain, speculative)) in enumerate(speeds.items()):
         axes.bar(place - 0.2, plain, 0.38, color=PLAIN, label="plain" if place == 0 else None)

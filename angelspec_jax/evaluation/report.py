@@ -13,6 +13,7 @@ from rich.table import Table
 
 from angelspec_jax.drafter.layouts import Report
 from angelspec_jax.evaluation.calibration import Quality
+from angelspec_jax.evaluation.simulation import Prediction
 from angelspec_jax.evaluation.step_costs import StepCosts
 from angelspec_jax.evaluation.tau import Acceptance
 from angelspec_jax.evaluation.throughput import Speed
@@ -84,6 +85,46 @@ def checkpoint_table(title: str, report: Report) -> Table:
         table.add_column(name, overflow="fold")
     for row in report.rows:
         table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def load_table(title: str, found: Mapping[tuple[str, float], Mapping[str, Mapping[str, float | None]]]) -> Table:
+    """One row a way and load: rates, first token, tau, and what became of the drafts (`load.pooled`)."""
+    table = Table(title=title, title_justify="left")
+    for name in ("load", "way"):
+        table.add_column(name)
+    for name in ("all\ntok/s", "one\ntok/s", "first token\nms", "p95\nms", "tau", "kept", "of kept\naccepted"):
+        table.add_column(name, justify="right")
+    for (kind, level), ways in found.items():
+        label = f"{level:g} clients" if kind == "closed" else f"{level:g} a second"
+        for place, (way, values) in enumerate(ways.items()):
+            row = [_cell(values[name], form) for name, form in _LOAD_COLUMNS]
+            table.add_row(label if place == 0 else "", way, *row, end_section=place == len(ways) - 1)
+    return table
+
+
+_LOAD_COLUMNS = (
+    ("rate", "{:.1f}"), ("request_rate", "{:.1f}"), ("first_token", "{:.0f} ms"), ("first_token_95", "{:.0f} ms"), ("tau", "{:.2f}"),
+    ("kept", "{:.0%}"), ("accepted", "{:.0%}"),
+)  # fmt: skip
+
+
+def _cell(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return form.format(1e3 * value).removesuffix(" ms") if form.endswith("ms") else form.format(value)
+
+
+def prediction_table(title: str, found: Sequence[Prediction]) -> Table:
+    """One row a concurrency, one column a policy: predicted tokens per second of all requests, with tau."""
+    policies = list(dict.fromkeys(str(prediction.budget) for prediction in found))
+    table = Table(title=title, title_justify="left", caption=f"costs: {', '.join(sorted({p.source for p in found}))}")
+    table.add_column("concurrency", justify="right")
+    for policy in policies:
+        table.add_column(f"{policy}\ntok/s (tau)", justify="right")
+    for level in dict.fromkeys(prediction.concurrency for prediction in found):
+        own = {str(prediction.budget): prediction for prediction in found if prediction.concurrency == level}
+        table.add_row(str(level), *(f"{own[policy].rate:.1f} ({own[policy].tau:.2f})" for policy in policies))
     return table
 
 

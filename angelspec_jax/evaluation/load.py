@@ -1,0 +1,306 @@
+"""The engine under load: closed loops of clients and Poisson arrivals, over mixed prompts, several ways of decoding in turns.
+
+*Closed loop*: a fixed number of clients, each of which asks again as soon as it has its answer. Rates count what was emitted inside a
+window that begins when the slots are filled, so neither the start nor the end of a run is part of them. *Poisson*: requests come at a rate,
+whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from angelspec_jax import text
+from angelspec_jax.decoding.costs import CostTable
+from angelspec_jax.decoding.engine import Engine, QueueFull, Round, Settings
+from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.target.loading import Target
+
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
+WAIT = 600.0  # seconds after which a client gives an answer up for lost
+PLAIN, FIXED = "plain", "fixed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way of decoding: an engine's drafter and the policy it is used with."""
+
+    name: str
+    drafter: str | None = None
+    budget: str | float = "off"
+    confidence: str = "drafter"
+    bonus: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How load is made. Each request draws with a seed of its own."""
+
+    concurrency: tuple[int, ...] = CONCURRENCY
+    rates: tuple[float, ...] = ()  # requests per second of Poisson arrivals
+    seconds: float = 20.0  # of every window
+    warm: float = 2.0  # seconds before a window, in which the slots fill
+    repeats: int = 1  # windows of each way at each load
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    capacity: int = 512
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One window of one way at one load."""
+
+    way: str
+    load: str  # "closed" or "poisson"
+    level: float  # clients, or requests per second
+    seconds: float
+    tokens: int
+    rounds: int
+    answered: int
+    refused: int
+    tau: float  # tokens per round and request
+    request_rate: float | None  # median tokens per second that a request saw, waiting included
+    first_token: float | None  # median seconds from submission to the first token
+    first_token_95: float | None
+    kept: float | None  # share of the drafts made that were verified
+    accepted: float | None  # share of the verified drafts that were accepted
+    drafted: float  # share of the rounds that made a draft
+    budgets: list[tuple[float, float]]  # (seconds into the window, mean drafts verified per request), a point a tenth of the window
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all requests together."""
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "rate": self.rate}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What every round of every request offered when all drafts were verified: the material of `evaluation.simulation`."""
+
+    survival: list[list[float]]  # per record: estimates of the drafts
+    accepted: list[int]  # per record: drafts that were accepted
+    prompt_tokens: float  # mean per request
+    answer_tokens: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class Watch:
+    """Collects the rounds of an engine while it is open."""
+
+    def __init__(self):
+        self.rounds: list[tuple[float, Round]] = []
+        self.open = False
+
+    def __call__(self, round: Round) -> None:
+        if self.open:
+            self.rounds.append((time.monotonic(), round))
+
+
+def ways_of(drafters: Sequence[str], *, confidences: Sequence[str] = ("drafter",), budgets: Sequence[str | float] = ("retrospective",)):
+    """Plain, and each drafter with all its drafts and with every policy."""
+    found = [Way(PLAIN)]
+    for drafter in drafters:
+        found.append(Way(f"{drafter} {FIXED}", drafter))
+        for budget, confidence in itertools.product(budgets, confidences):
+            label = f"{drafter} D-cut {budget}" + ("" if confidence == "drafter" else f" {confidence}")
+            found.append(Way(label, drafter, budget, confidence))
+    return tuple(found)
+
+
+def run(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Mapping[str, Sequence[text.Prompt]],
+    ways: Sequence[Way],
+    options: Options | None = None,
+    *,
+    costs: Mapping[str, CostTable] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **switches: Any,
+) -> tuple[list[Result], dict[str, CostTable], dict[str, Trace]]:
+    """Measure every way at every load; also the cost tables that were used and, by drafter, what a simulation needs.
+
+    Raises ValueError when no prompt leaves room for its answer, or a way names a drafter that is not there.
+    """
+    options = Options() if options is None else options
+    for way in ways:
+        if way.drafter is not None and way.drafter not in drafters:
+            raise ValueError(f"{way.name} needs a drafter named {way.drafter}; there are {', '.join(drafters) or 'none'}")
+    mixed = _mixed(target, prompts, options, **switches)
+    settings = Settings(slots=max(options.concurrency, default=8), capacity=options.capacity, prefixes=0)
+    engines: dict[str | None, Engine] = {}
+    try:
+        for name in dict.fromkeys(way.drafter for way in ways):
+            if name is None:
+                engines[name] = Engine(target, None, settings)
+            else:
+                given = (costs or {}).get(name)
+                budgets = () if given is None else given.budgets
+                engines[name] = Engine(target, drafters[name], settings, costs="measure" if given is None else given, budgets=budgets)
+        loads = [("closed", float(n)) for n in options.concurrency] + [("poisson", rate) for rate in options.rates]
+        for engine in engines.values():
+            engine.warm_up()  # nothing is compiled while a clock runs
+        results, watched, total = [], {}, len(loads) * len(ways) * options.repeats
+        for kind, level in loads:
+            for repeat in range(options.repeats):
+                for way in ways if repeat % 2 == 0 else reversed(ways):
+                    engine = engines[way.drafter]
+                    if way.drafter is not None:
+                        engine.choose_policy(way.budget, way.confidence, way.bonus)
+                    result, rounds = _window(engine, way, kind, level, mixed, options)
+                    results.append(result)
+                    if way.drafter is not None and way.budget == "off":
+                        watched.setdefault(way.drafter, []).extend(rounds)
+                    if progress is not None:
+                        progress(len(results), total)
+        tables = {name: engine.costs for name, engine in engines.items() if name is not None and engine.costs is not None}
+        length = statistics.fmean(len(prompt) for prompt in mixed)
+        return results, tables, {name: trace(rounds, length, options.max_new_tokens) for name, rounds in watched.items()}
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def trace(rounds: Sequence[Round], prompt_tokens: float, answer_tokens: float) -> Trace:
+    """The records of rounds in which every draft was verified, request by request."""
+    records: dict[int, list[tuple[list[float], int]]] = {}
+    for round in rounds:
+        if round.drafted:
+            for number, survival, accepted in zip(round.requests, round.survival, round.accepted, strict=True):
+                records.setdefault(number, []).append((list(survival), accepted))
+    flat = [record for own in records.values() for record in own]
+    return Trace([survival for survival, _ in flat], [accepted for _, accepted in flat], prompt_tokens, answer_tokens)
+
+
+def _mixed(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], options: Options, **switches: Any) -> list[list[int]]:
+    """Prompts of all domains in a random order that the seed decides; those without room for an answer are left out."""
+    encoded = [text.encode(target, prompt, **switches) for group in prompts.values() for prompt in group]
+    kept = [ids for ids in encoded if len(ids) + options.max_new_tokens <= options.capacity]
+    if not kept:
+        raise ValueError(
+            f"no prompt leaves room for {options.max_new_tokens} new tokens in a slot of {options.capacity}; raise --capacity or lower them"
+        )
+    order = np.random.default_rng(options.seed).permutation(len(kept))
+    return [kept[i] for i in order]
+
+
+def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: Options) -> tuple[Result, list[Round]]:
+    watch, stop = Watch(), threading.Event()
+    answers: list[tuple[float, float, int]] = []  # (rate, seconds to the first token, tokens) of answers that came in the window
+    refused = [0]
+    engine.watch = watch
+    numbers = itertools.count()
+
+    def ask(index: int):
+        options_of = {"temperature": options.temperature, "seed": options.seed + index}
+        return engine.submit(mixed[index % len(mixed)], max_new_tokens=options.max_new_tokens, **options_of)
+
+    def note(stream) -> None:
+        times = stream.times
+        if watch.open and times is not None and times.first is not None:
+            said = len(stream.result(0).tokens)
+            answers.append((said / (times.ended - times.submitted), times.first - times.submitted, said))
+
+    def client() -> None:
+        while not stop.is_set():
+            stream = ask(next(numbers))
+            while not stop.is_set():
+                try:
+                    stream.result(0.2)
+                    break
+                except TimeoutError:
+                    continue
+            if stop.is_set():
+                stream.cancel()
+            else:
+                note(stream)
+
+    def arrivals() -> None:
+        random, waiting = np.random.default_rng(options.seed + 1), []
+        while not stop.is_set():
+            stop.wait(float(random.exponential(1.0 / level)))
+            try:
+                waiting.append(ask(next(numbers)))
+            except QueueFull:
+                refused[0] += 1
+            done = [stream for stream in waiting if stream.done]
+            for stream in done:
+                note(stream)
+            waiting = [stream for stream in waiting if not stream.done]
+        for stream in waiting:
+            stream.cancel()
+
+    makers = [threading.Thread(target=client) for _ in range(int(level))] if kind == "closed" else [threading.Thread(target=arrivals)]
+    for maker in makers:
+        maker.start()
+    time.sleep(options.warm)
+    watch.open, begin = True, time.monotonic()
+    time.sleep(options.seconds)
+    while not any(round.active for _, round in watch.rounds) and time.monotonic() - begin < WAIT:
+        time.sleep(0.05)  # a round took longer than the window
+    watch.open, seconds = False, time.monotonic() - begin
+    stop.set()
+    for maker in makers:
+        maker.join()
+    while any(engine.load[name] for name in ("waiting", "reading", "active")):
+        time.sleep(0.02)
+    engine.watch = None
+    rounds = [round for _, round in watch.rounds]
+    return _summary(way, kind, level, seconds, begin, watch.rounds, answers, refused[0]), rounds
+
+
+def _summary(way: Way, kind: str, level: float, seconds: float, begin: float, timed, answers, refused: int) -> Result:
+    rounds: list[Round] = [round for _, round in timed]
+    tokens, shares = sum(sum(r.emitted) for r in rounds), sum(r.active for r in rounds)
+    made = sum(len(survival) for r in rounds for survival in r.survival)
+    kept, accepted = sum(sum(r.kept) for r in rounds), sum(sum(r.accepted) for r in rounds)
+    first = sorted(seconds for _, seconds, _ in answers)
+    points = []
+    for part in range(10):
+        low, high = begin + part * seconds / 10, begin + (part + 1) * seconds / 10
+        inside = [r for at, r in timed if low <= at < high and r.active]
+        if inside:
+            points.append(((part + 0.5) * seconds / 10, sum(sum(r.kept) for r in inside) / sum(r.active for r in inside)))
+    return Result(
+        way=way.name,
+        load=kind,
+        level=level,
+        seconds=seconds,
+        tokens=tokens,
+        rounds=len(rounds),
+        answered=len(answers),
+        refused=refused,
+        tau=tokens / max(shares, 1),
+        request_rate=statistics.median(rate for rate, _, _ in answers) if answers else None,
+        first_token=statistics.median(first) if first else None,
+        first_token_95=first[min(int(0.95 * len(first)), len(first) - 1)] if first else None,
+        kept=kept / made if made else None,
+        accepted=accepted / kept if kept else None,
+        drafted=sum(r.drafted for r in rounds) / max(len(rounds), 1),
+        budgets=points,
+    )
+
+
+def pooled(results: Sequence[Result]) -> dict[tuple[str, float], dict[str, dict[str, float | None]]]:
+    """Load -> way -> rates over all its windows: aggregate by all tokens and all seconds, the rest as medians of the windows."""
+    found: dict[tuple[str, float], dict[str, dict[str, float | None]]] = {}
+    keys = dict.fromkeys(((r.load, r.level), r.way) for r in results)
+    for load, way in keys:
+        own = [r for r in results if (r.load, r.level) == load and r.way == way]
+        values: dict[str, float | None] = {"rate": sum(r.tokens for r in own) / sum(r.seconds for r in own)}
+        for name in ("request_rate", "first_token", "first_token_95", "tau", "kept", "accepted"):
+            known = [value for r in own if (value := getattr(r, name)) is not None]
+            values[name] = statistics.median(known) if known else None
+        found.setdefault(load, {})[way] = values
+    return found

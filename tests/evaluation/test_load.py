@@ -1,0 +1,134 @@
+"""Load and its simulation on a toy: every way is run and counted, and a replay of what was recorded predicts what the engine does."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from angelspec_jax.decoding.costs import CostTable, load, save, table
+from angelspec_jax.decoding.engine import Engine, Settings
+from angelspec_jax.drafter.loading import load_drafter
+from angelspec_jax.evaluation import load as loading
+from angelspec_jax.evaluation import plots, report, simulation
+
+pytest_plugins = ["toy_model"]
+
+BUDGETS = (0, 1, 3)
+TABLE = CostTable(
+    BUDGETS,
+    plain={1: 1.0, 2: 1.1, 4: 1.3},
+    drafted={1: (1.2, 1.25, 1.3), 2: (1.4, 1.6, 1.9), 4: (1.6, 2.2, 3.4)},
+    facts={},
+)
+SETTINGS = Settings(slots=4, capacity=96, prefill_chunk=16, prefixes=0)
+WAIT = 300
+
+
+@pytest.fixture(scope="module")
+def helper(toy_target):
+    """Copies what the text said before, which a random model repeats soon."""
+    return load_drafter("lookup:3", toy_target)
+
+
+def recorded(engine, budget, concurrency, seed=0):
+    """Rounds of a closed loop."""
+    watch = loading.Watch()
+    watch.open, engine.watch = True, watch
+    engine.choose_policy(budget)
+    random = np.random.default_rng(seed)
+    streams = [engine.submit(random.integers(0, 250, 6).tolist(), max_new_tokens=80) for _ in range(concurrency)]
+    [stream.result(WAIT) for stream in streams]
+    engine.watch = None
+    return [round for _, round in watch.rounds if round.active == concurrency]
+
+
+def rate(rounds):
+    """Tokens per second if every round took what the table says."""
+    seconds = sum(
+        TABLE.drafted[r.slots][BUDGETS.index(r.budget)] if r.drafted else TABLE.plain[r.slots] for r in rounds
+    )
+    return sum(sum(r.emitted) for r in rounds) / seconds
+
+
+def test_a_replay_predicts_the_engine(toy_target, helper):
+    with Engine(toy_target, helper, SETTINGS, costs=TABLE, budgets=BUDGETS) as engine:
+        for concurrency in (1, 4):
+            trace = loading.trace(recorded(engine, "off", concurrency), 6.0, 80.0)
+            assert len(trace.survival[0]) == 3
+            for budget in ("off", "retrospective", "plain"):
+                done = recorded(engine, budget, concurrency)
+                predicted = simulation.simulate(trace, TABLE, concurrency, budget, rounds=max(len(done), 20))
+                assert predicted.rate == pytest.approx(rate(done), rel=0.1), (concurrency, budget)
+
+
+def test_a_simulation_knows_what_does_not_fit():
+    trace = loading.Trace([[0.5, 0.4, 0.2]], [2], 5.0, 10.0)
+    found = simulation.simulate(trace, TABLE, 1, "off", rounds=10)
+    assert found.tau == 3.0
+    assert found.rate == pytest.approx(3 / 1.3)
+    assert simulation.simulate(trace, TABLE, 1, "plain", rounds=10).rate == pytest.approx(1.0)
+    computed = dataclasses.replace(TABLE, source="computed from the compiler's estimates")
+    assert "computed" in simulation.simulate(trace, computed, 2).source
+    with pytest.raises(ValueError, match="no record"):
+        simulation.simulate(loading.Trace([], [], 1.0, 1.0), TABLE, 1)
+    with pytest.raises(ValueError, match="two drafters"):
+        simulation.simulate(loading.Trace([[0.5]], [1], 1.0, 1.0), TABLE, 1)
+    with pytest.raises(ValueError, match="between 1 and the table's 4 slots"):
+        simulation.simulate(trace, TABLE, 5)
+
+
+def test_every_way_is_run_at_every_load(toy_target, helper, tmp_path):
+    ways = loading.ways_of(["lookup"], budgets=("retrospective", 0.5))
+    options = loading.Options(concurrency=(1, 2), rates=(20.0,), seconds=0.5, warm=0.05, max_new_tokens=6, capacity=96)
+    questions = {"a": ["one", "two"], "b": ["three"]}
+    results, _, traces = loading.run(toy_target, {"lookup": helper}, questions, ways, options, costs={"lookup": TABLE})
+    assert {(r.load, r.level) for r in results} == {("closed", 1.0), ("closed", 2.0), ("poisson", 20.0)}
+    assert len(results) == len(ways) * 3
+    assert all(r.rate > 0 and r.tau >= 1.0 for r in results)
+    assert all(r.kept is None for r in results if r.way == "plain")
+    assert all(r.kept == 1.0 for r in results if r.way == "lookup fixed" and r.kept is not None)
+    assert traces["lookup"].accepted
+    found = loading.pooled(results)
+    shown = report.load_table("t", found)
+    assert shown.row_count == len(results)
+    curves = {way.name: [(n, own[way.name]["rate"], own[way.name]["request_rate"]) for (_, n), own in found.items()] for way in ways}
+    assert plots.save(plots.under_load("t", curves), tmp_path / "p.png").stat().st_size > 1000
+    values = {"traces": {"lookup": traces["lookup"].to_dict()}, "costs": {"lookup": TABLE.to_dict()}}
+    file = report.write_json(tmp_path / "load.json", values)
+    trace, own = simulation.read_traces(file)["lookup"]
+    assert own.plain == TABLE.plain
+    assert len(trace.accepted) == len(traces["lookup"].accepted)
+    with pytest.raises(ValueError, match="needs a drafter named other"):
+        loading.run(toy_target, {}, {"a": ["x"]}, [loading.Way("w", "other")], options)
+    with pytest.raises(ValueError, match="holds no traces"):
+        simulation.read_traces(report.write_json(tmp_path / "none.json", {}))
+
+
+def test_tables_are_measured_once_and_refused_elsewhere(toy_target, toy_drafter, tmp_path):
+    with Engine(toy_target, toy_drafter, SETTINGS, budgets=(0, 3)) as engine:
+        plan, weights = engine.plan, engine.weights
+    found = table(plan, weights, (1, 2), 96, folder=tmp_path, seconds=0.2)
+    assert found.sizes == (1, 2)
+    assert all(found.plain[size] <= found.drafted[size][0] <= found.drafted[size][1] for size in found.sizes)
+    assert found.plain[1] <= found.plain[2]
+    assert found.chunk > 0
+    again = table(plan, weights, (1, 2), 96, folder=tmp_path, seconds=0.2)
+    assert again == found
+    (file,) = tmp_path.glob("*.json")
+    policy = found.policy(2)
+    assert float(policy.costs[0]) == pytest.approx(found.plain[2], rel=1e-5)
+    with pytest.raises(ValueError, match="belongs elsewhere: its capacity is 96, here it is 128"):
+        load(file, found.facts | {"capacity": 128})
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"jax": "0.1"}))
+    with pytest.raises(ValueError, match="stale: it was made with jax 0.1"):
+        load(file)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="is not a cost table"):
+        load(file)
+    assert load(save(tmp_path / "deep" / "t.json", found)) == found
+    with pytest.raises(ValueError, match="the cost table is for budgets"):
+        Engine(toy_target, toy_drafter, SETTINGS, costs=TABLE)
+    assert jnp.all(policy.costs > 0)
