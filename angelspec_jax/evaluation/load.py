@@ -263,7 +263,7 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
 def _summary(way: Way, kind: str, level: float, seconds: float, begin: float, timed, answers, refused: int) -> Result:
     rounds: list[Round] = [round for _, round in timed]
     tokens, shares = sum(sum(r.emitted) for r in rounds), sum(r.active for r in rounds)
-    made = sum(len(survival) for r in rounds for survival in r.survival)
+    made = sum(value > 0 for r in rounds for survival in r.survival for value in survival)
     kept, accepted = sum(sum(r.kept) for r in rounds), sum(sum(r.accepted) for r in rounds)
     first = sorted(seconds for _, seconds, _ in answers)
     points = []

@@ -130,5 +130,5 @@ def test_tables_are_measured_once_and_refused_elsewhere(toy_target, toy_drafter,
         load(file)
     assert load(save(tmp_path / "deep" / "t.json", found)) == found
     with pytest.raises(ValueError, match="the cost table is for budgets"):
-        Engine(toy_target, toy_drafter, SETTINGS, costs=TABLE)
+        Engine(toy_target, toy_drafter, SETTINGS, costs=found)
     assert jnp.all(policy.costs > 0)
