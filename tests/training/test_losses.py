@@ -69,36 +69,6 @@ def test_masked_logits_give_finite_terms():
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(("name", "eta"), [("lambda", 1.0), ("lambda_d3", 3.0)])
-def test_batch_level_lk(name, eta):
-    def loss(student):
-        kl, alpha = losses.soft_cross_entropy(student, TEACHER), losses.acceptance(student, TEACHER)
-        return losses.lk_batch(kl, alpha, MASK, eta, over_all=True)
-
-    value, gradient = jax.value_and_grad(loss)(STUDENT)
-    check(value, TABLE[f"out.sf_eagle_lk.{name}.loss"], 1e-5)
-    check(gradient, TABLE[f"out.sf_eagle_lk.{name}.grad"], 1e-4)
-
-
-def test_on_policy_distillation():
-    proposed = jnp.asarray(TABLE["in.proposed_ids"].astype(np.int32))
-    hits = jnp.argmax(TEACHER, axis=-1) == proposed
-
-    def loss(student):
-        told = [-losses.cross_entropy(logits, proposed) for logits in (student, TEACHER)]
-        k3, weights = losses.two_stream_k3(*told, hits, jnp.ones_like(MASK))
-        return losses.weighted_mean(k3, weights), (k3, weights)
-
-    (value, (k3, weights)), gradient = jax.value_and_grad(loss, has_aux=True)(STUDENT)
-    check(value, TABLE["out.opd.loss"], 1e-5)
-    check(gradient, TABLE["out.opd.grad"], 1e-4)
-    accepted = jnp.cumprod(hits.astype(jnp.float32), axis=-1)
-    check(accepted.sum(), TABLE["out.opd.metric.accepted_cnt"], 1e-6)
-    check((accepted * k3).sum(), TABLE["out.opd.metric.resp_kl_sum"], 1e-5)
-    check(((1 - accepted) * weights * k3).sum(), TABLE["out.opd.metric.rej_kl_wsum"], 1e-5)
-    check(((1 - accepted) * weights).sum(), TABLE["out.opd.metric.rej_eff_w_sum"], 1e-5)
-
-
 def test_nothing_supervised_is_zero_not_nan():
     nothing = jnp.zeros_like(MASK)
     assert losses.weighted_mean(MASK, nothing) == 0.0

@@ -58,6 +58,8 @@ def check(case: Case) -> None:
             compare(f"out.{name}.ce_grad", gradient, GRADIENTS)
         _chains(case, student, teacher, mask, eta, compare)
         _deepspec(case, student, teacher, mask, labels, compare)
+        _batch_level(case, student, teacher, mask, compare)
+        _on_policy(case, student, teacher, compare)
     case.unchecked += sorted({name.split(".")[1] for name in left})
 
 
@@ -151,3 +153,51 @@ def _deepspec(case: Case, student, teacher, mask, labels, compare) -> None:
         compare(f"out.deepspec.{name}.loss", value)
         compare(f"out.deepspec.{name}.grad", gradient, GRADIENTS)
         compare(f"out.deepspec.{name}.conf_grad", confidence_gradient, GRADIENTS)
+
+
+def _batch_level(case: Case, student, teacher, mask, compare) -> None:
+    """SpecForge's LK of EAGLE-3: one share of the KL for the batch, falling with `eta`, or the negative log of acceptance."""
+    for name in _stems(case, "loss"):
+        found = re.fullmatch(r"sf_eagle_lk\.(alpha|lambda)(?:_d([\d.]+))?", name)
+        if found is None:
+            continue
+
+        def loss(s, kind=found[1], eta=float(found[2] or 1.0)):
+            alpha = losses.acceptance(s, teacher)
+            if kind == "alpha":
+                return losses.weighted_mean(losses.lk_alpha(alpha), mask)
+            return losses.lk_batch(losses.soft_cross_entropy(s, teacher), alpha, mask, eta, over_all=True)
+
+        value, gradient = jax.value_and_grad(loss)(student)
+        compare(f"out.{name}.loss", value)
+        compare(f"out.{name}.grad", gradient, GRADIENTS)
+
+
+def _on_policy(case: Case, student, teacher, compare) -> None:
+    """AngelSpec's half on-policy distillation of given proposals, all of them scored."""
+    if "out.opd.loss" not in case.io:
+        return
+    proposed = jnp.asarray(case.io["in.proposed_ids"].astype(np.int32))
+    hits = jnp.argmax(teacher, axis=-1) == proposed
+
+    def loss(s):
+        told = [-losses.cross_entropy(logits, proposed) for logits in (s, teacher)]
+        k3, weights = losses.two_stream_k3(*told, hits, jnp.ones(proposed.shape, jnp.float32))
+        return losses.weighted_mean(k3, weights), (k3, weights)
+
+    (value, (k3, weights)), gradient = jax.value_and_grad(loss, has_aux=True)(student)
+    compare("out.opd.loss", value)
+    compare("out.opd.grad", gradient, GRADIENTS)
+    accepted = jnp.cumprod(hits.astype(jnp.float32), axis=-1)
+    metrics = {
+        "scored_cnt": jnp.float32(k3.size),
+        "accepted_cnt": accepted.sum(),
+        "rejected_cnt": (1 - accepted).sum(),
+        "resp_kl_sum": (accepted * k3).sum(),
+        "rej_kl_wsum": ((1 - accepted) * weights * k3).sum(),
+        "rej_eff_w_sum": ((1 - accepted) * weights).sum(),
+        "clamp_frac_sum": jnp.sum(k3 >= 10.0),
+    }
+    for name, ours in metrics.items():
+        if f"out.opd.metric.{name}" in case.io:
+            compare(f"out.opd.metric.{name}", ours)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parity import block_drafts, block_training, chain_drafts, chain_training, generation, loss_table, scheduling, targets
+from parity import block_drafts, block_training, chain_drafts, chain_training, generation, loss_table, rejection, scheduling, targets
 from parity.case import Case, Unsupported
 
 CHECKS: dict[str, Callable[[Case], None]] = {
@@ -19,6 +19,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "angelspec_eagle3_train": chain_training.check_eagle3,
     "deepspec_eagle3_train": chain_training.check_deepspec_eagle3,
     "loss_table": loss_table.check,
+    "sampling_table": rejection.check,
     "scheduler": scheduling.check,
     "e2e_zlab": generation.check_zlab,
     "e2e_deepspec": generation.check_deepspec,
