@@ -74,10 +74,13 @@ def measure(
     options: Options | None = None,
     *,
     timed: bool = True,
+    policy: Policy | None = None,
     progress: Progress | None = None,
     **switches: Any,
 ) -> Measurement:
     """Decode every prompt with the drafter, and plainly as well when `timed`; `switches` go to the chat template.
+
+    `policy` is what `options.adaptive` decides by where its costs were measured before.
 
     Raises ValueError when no prompt fits the model's context, or an option is out of range.
     """
@@ -90,14 +93,16 @@ def measure(
             f"no prompt leaves room for {options.max_new_tokens} new tokens in the model's context of {target.config.max_positions}; "
             "lower max_new_tokens or shorten the prompts"
         )
-    needed = max(len(ids) for _, ids in kept) + max(options.max_new_tokens, 2 * (drafter.config.num_drafts + 1))
-    capacity = -(-needed // 128) * 128 if options.capacity is None else options.capacity
+    capacity = options.capacity
+    if capacity is None:
+        capacity = capacity_for(target, [ids for _, ids in kept], options.max_new_tokens, drafter.config.num_drafts)
     left_out = len(encoded) - len(kept)
     if timed:
-        return _against_plain(target, drafter, kept, options, capacity, left_out, progress)
+        return _against_plain(target, drafter, kept, options, capacity, left_out, policy, progress)
     found, records = [], []
     plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
-    policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree) if options.adaptive else None
+    if options.adaptive and policy is None:
+        policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree)
     for index, (domain, ids) in enumerate(kept):
         sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
         generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
@@ -108,9 +113,18 @@ def measure(
     return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out)
 
 
-def _against_plain(target, drafter, kept, options: Options, capacity: int, left_out: int, progress) -> Measurement:
+def capacity_for(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_drafts: int) -> int:
+    """Tokens a request must be able to hold for the longest of the prompts that fit the model's context, in steps of 128."""
+    longest = max((len(ids) for ids in prompts if len(ids) + max_new_tokens <= target.config.max_positions), default=0)
+    return -(-(longest + max(max_new_tokens, 2 * (num_drafts + 1))) // 128) * 128
+
+
+def _against_plain(
+    target, drafter, kept, options: Options, capacity: int, left_out: int, policy: Policy | None, progress
+) -> Measurement:
     plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
-    policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree) if options.adaptive else None
+    if options.adaptive and policy is None:
+        policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree)
     pairs = throughput.interleaved(
         text.prepare(target),
         (plan, weights),
@@ -158,6 +172,7 @@ def _counts(found: Acceptance) -> dict[str, Any]:
 
 def _times(pair: Pair) -> dict[str, float]:
     return {
+        "plain_tokens": len(pair.plain.tokens),
         "plain_seconds": pair.plain.seconds,
         "speculative_seconds": pair.speculative.seconds,
         "plain_prefill_seconds": pair.plain.prefill_seconds,

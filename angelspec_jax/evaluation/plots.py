@@ -5,8 +5,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-COLOURS = ("#3566a8", "#d9822b", "#3d8f5f", "#a64d79", "#6b6b6b", "#b5a42e")
+COLOURS = ("#3566a8", "#d9822b", "#3d8f5f", "#a64d79", "#6b6b6b", "#b5a42e", "#4fb0c6", "#8c564b", "#9467bd", "#1b3a4b")
 PLAIN = "#c3c7cc"
+Bar = tuple[float, float, float]  # value, low and high end of its interval
 
 
 def overview(title: str, survival: Mapping[str, Sequence[float]], speeds: Mapping[str, tuple[float, float]]) -> Figure:
@@ -56,6 +57,61 @@ def under_load(title: str, curves: Mapping[str, Sequence[tuple[float, float, flo
         axes.set_ylabel("tokens per second, all requests")
         axes.set_ylim(bottom=0)
     whole.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def grouped(title: str, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]], axis: str, reference: float = 1.0) -> Figure:
+    """`panels`: panel -> series -> group -> bar. One panel under the other; `reference` is drawn as a line (plain decoding)."""
+    series = list(dict.fromkeys(name for bars in panels.values() for name in bars))
+    groups = list(dict.fromkeys(group for bars in panels.values() for own in bars.values() for group in own))
+    width = 0.84 / max(len(series), 1)
+    figure = Figure(figsize=(max(6.4, 2.0 + 0.5 * len(groups) * (len(series) + 1)), 0.8 + 2.9 * max(len(panels), 1)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    lines = {}
+    for place, (panel, bars) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, place)
+        axes.spines[["top", "right"]].set_visible(False)
+        for number, name in enumerate(series):
+            for group, (value, low, high) in bars.get(name, {}).items():
+                x = groups.index(group) + (number - (len(series) - 1) / 2) * width
+                error = [[max(value - low, 0.0)], [max(high - value, 0.0)]]
+                drawn = axes.bar(x, value, 0.92 * width, color=COLOURS[number % len(COLOURS)], yerr=error, error_kw=_ERRORS)
+                lines.setdefault(name, drawn)
+                axes.annotate(f"{value:.2f}", (x, high), ha="center", va="bottom", fontsize=7, xytext=(0, 1), textcoords="offset points")
+        axes.axhline(reference, color="#555555", linewidth=0.8, linestyle=":")
+        axes.set_xticks(range(len(groups)), groups)
+        axes.set_title(panel, fontsize=10, loc="left")
+        axes.set_ylabel(axis, fontsize=9)
+        axes.set_ylim(bottom=0)
+    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=8, ncols=min(len(lines), 5) or 1, loc="outside lower center")
+    return figure
+
+
+_ERRORS = {"elinewidth": 0.9, "ecolor": "#222222", "capsize": 2}
+
+
+def by_position(title: str, panels: Mapping[str, Mapping[str, Sequence[float | None]]], columns: int = 3) -> Figure:
+    """`panels`: panel -> drafter -> [K] conditional acceptance, None where draft k was never verified; `columns` panels side by side."""
+    series = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(6.4, 3.6 * columns), 0.8 + 2.9 * max(rows, 1)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    lines = {}
+    for place, (panel, curves) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.spines[["top", "right"]].set_visible(False)
+        for name, shares in curves.items():
+            points = [(k, share) for k, share in enumerate(shares, 1) if share is not None]
+            colour = COLOURS[series.index(name) % len(COLOURS)]
+            (drawn,) = axes.plot([k for k, _ in points], [s for _, s in points], marker="o", markersize=3.5, color=colour)
+            lines.setdefault(name, drawn)
+        axes.set_xticks(range(1, max((len(shares) for shares in curves.values()), default=1) + 1))
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("draft position", fontsize=9)
+        if place % columns == 1 or columns == 1:
+            axes.set_ylabel("accepted, of those reached", fontsize=9)
+        axes.set_title(panel, fontsize=10, loc="left")
+    figure.legend(lines.values(), lines.keys(), frameon=False, fontsize=8, ncols=min(len(lines), 5) or 1, loc="outside lower center")
     return figure
 
 

@@ -143,10 +143,12 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str | Path, values: Mapping[str, Any]) -> Path:
-    """Write measurements, floats to six digits."""
+    """Write measurements, floats to six digits; a run that is stopped leaves the old file or the new one, never half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_short(values), indent=2) + "\n", "utf-8")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(_short(values), indent=2) + "\n", "utf-8")
+    os.replace(part, path)
     return path
 
 

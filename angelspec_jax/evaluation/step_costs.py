@@ -82,7 +82,7 @@ def measure_widths(
         capacity=capacity,
         verify={width: _time_verify(target, taps, width, requests, context, capacity, repeats) for width in sorted(set(widths))},
         plain=_time_plain(target, requests, context, capacity, repeats),
-        draft=None if drafter is None else _time_draft(drafter, target, requests, context, capacity, repeats),
+        draft=None if drafter is None else time_draft(drafter, target, requests, context, capacity, repeats),
         weight_bytes=weight_bytes(target.params),
         bandwidth=streaming_bandwidth(),
     )
@@ -184,7 +184,8 @@ def _time_plain(target: Target, requests: int, context: int, capacity: int, repe
     return max(_median(lambda: run(steps), repeats) - prefill, 1e-9) / steps
 
 
-def _time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
+def time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
+    """Seconds of one draft to full depth, the digestion of a full round's features included."""
     dtype = target.params.embed.dtype
     state = registry.module(drafter.config).create_state(drafter.config, requests, capacity, dtype)
     cache = kv_cache.create(target.config, requests, capacity, dtype)

@@ -1,0 +1,288 @@
+"""Several drafters over one target on the same prompts: tau, acceptance by position, what a draft costs, and speed.
+
+The result is a list of cells: a drafter, a way of using it (all its drafts, or D-cut), a domain and a temperature. Every cell decodes each
+prompt plainly too, in turns, so its speed-up is of one run. A finished cell is kept in the JSON file, so a comparison that was stopped goes
+on where it was, and drafters, domains and temperatures can be added to it.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from angelspec_jax import text
+from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.evaluation import measure, report, step_costs, tau
+from angelspec_jax.evaluation.bootstrap import Interval, interval
+from angelspec_jax.evaluation.tau import Acceptance, Agreement
+from angelspec_jax.evaluation.throughput import Progress
+from angelspec_jax.target.loading import Target
+
+FIXED, DCUT = "all drafts", "D-cut"
+CONTEXT = 256  # tokens in the cache while a draft is timed, at most
+DRAFT_REPEATS = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compared, and how. At temperature 0 the seed decides nothing, so each prompt is decoded once."""
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    seeds: int = 3  # texts of each prompt at temperatures above 0
+    seed: int = 0  # of the first text
+    max_new_tokens: int = 256
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeats: int = 1  # timed runs of each text, of which the fastest counts
+    adaptive: bool = False  # also with D-cut
+    capacity: int | None = None
+
+    def __post_init__(self):
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"temperatures must be one or several numbers from 0 on, got {self.temperatures}")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+
+    def texts(self, temperature: float) -> int:
+        """Texts of each prompt."""
+        return self.seeds if temperature > 0 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one drafter did, used one way, on one domain at one temperature; rates are pooled over prompts and seeds."""
+
+    drafter: str
+    way: str
+    domain: str
+    temperature: float
+    acceptance: Acceptance
+    tau_interval: Interval
+    plain: float  # tokens per second of decoding, after the prompt was read
+    speculative: float
+    speedup: float
+    speedup_interval: Interval
+    draft_seconds: float  # of a draft to full depth with what it digests of the round before
+    agreement: Agreement
+    policy: dict[str, Any] | None  # D-cut's costs
+    left_out: int
+    records: list[dict[str, Any]]  # one a prompt and seed
+
+    @property
+    def key(self) -> tuple[str, str, str, float]:
+        return self.drafter, self.way, self.domain, self.temperature
+
+    @property
+    def label(self) -> str:
+        return self.drafter if self.way == FIXED else f"{self.drafter}, {self.way}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"acceptance": self.acceptance.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
+        counted: dict[str, Any] = {field.name: values["acceptance"][field.name] for field in dataclasses.fields(Acceptance)}
+        counted = {name: tuple(value) if isinstance(value, list) else value for name, value in counted.items()}
+        parts: dict[str, Any] = {"acceptance": Acceptance(**counted), "agreement": Agreement(**values["agreement"])}
+        parts |= {name: Interval(**values[name]) for name in ("tau_interval", "speedup_interval")}
+        return cls(**{**values, **parts})
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Cells, and what they were measured with; cells of another setting must not be added."""
+
+    facts: dict[str, Any]
+    cells: list[Cell]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.facts, "cells": [cell.to_dict() for cell in self.cells]}
+
+    @property
+    def agreement(self) -> Agreement:
+        """All cells together."""
+        found = [cell.agreement for cell in self.cells]
+        return Agreement(*(sum(getattr(a, field.name) for a in found) for field in dataclasses.fields(Agreement)))
+
+
+def compare(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    prompts: Mapping[str, Sequence[text.Prompt]],
+    options: Options | None = None,
+    *,
+    file: Path | None = None,
+    progress: Progress | None = None,
+    **switches: Any,
+) -> Comparison:
+    """Measure every cell that `file` does not hold yet, writing the file after each; `switches` go to the chat template.
+
+    Drafters take turns within each domain and temperature. Raises ValueError when no prompt of a domain fits the model's context, or when
+    the file was made with something else.
+    """
+    options = Options() if options is None else options
+    if not drafters:
+        raise ValueError("there is no drafter to compare; name them with --drafter")
+    kept = None if file is None or not file.exists() else read(file)
+    found = _begin(target, drafters, prompts, options, kept, file, switches)
+    done = {cell.key for cell in found.cells}
+    ways = (FIXED, DCUT) if options.adaptive else (FIXED,)
+    keys = [(d, way, domain, t) for domain, t, d, way in itertools.product(prompts, options.temperatures, drafters, ways)]
+    left = [key for key in keys if key not in done]
+    total = sum(len(prompts[domain]) * options.texts(temperature) for *_, domain, temperature in left)
+    drafting = {cell.drafter: cell.draft_seconds for cell in found.cells}
+    policies: dict[str, Policy] = {}
+    cells, passed = list(found.cells), 0
+    for name, way, domain, temperature in left:
+        drafter, capacity = drafters[name], found.facts["options"]["capacity"]
+        if name not in drafting:
+            context = min(CONTEXT, capacity // 2)
+            drafting[name] = step_costs.time_draft(drafter, target, 1, context, capacity, DRAFT_REPEATS)
+        if way == DCUT and name not in policies:
+            policies[name] = text.measure_policy(target, drafter, capacity=capacity)
+        runs = []
+        for number in range(options.texts(temperature)):
+            settings = measure.Options(
+                options.max_new_tokens, temperature, options.top_k, options.top_p, options.min_p,
+                seed=options.seed + number * len(prompts[domain]), capacity=capacity, repeats=options.repeats, adaptive=way == DCUT,
+            )  # fmt: skip
+            report_on = None if progress is None else _shifted(progress, passed, total)
+            own = {domain: prompts[domain]}
+            policy = policies[name] if way == DCUT else None
+            runs.append(measure.measure(target, drafter, own, settings, policy=policy, progress=report_on, **switches))
+            passed += len(prompts[domain])
+        cells.append(_cell((name, way, domain, temperature), runs, drafting[name]))
+        found = dataclasses.replace(found, cells=cells)
+        if file is not None:
+            report.write_json(file, found.to_dict())
+    return found
+
+
+def read(file: str | Path) -> Comparison:
+    """What an earlier run found. Raises ValueError when the file holds no comparison."""
+    try:
+        values = json.loads(Path(file).read_text("utf-8"))
+        cells = [Cell.from_dict(cell) for cell in values.pop("cells")]
+        if not {"target", "machine", "options", "domains", "drafters"} <= set(values):
+            raise ValueError("facts are missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} holds no comparison of drafters ({error}); name another file with --output") from None
+    return Comparison(values, cells)
+
+
+def lead(best: Cell, other: Cell) -> tuple[float, Interval]:
+    """By how much the tau of `best` is above the other's on the same prompts, with the interval of that difference."""
+    columns = np.concatenate([_columns(best)[:2], _columns(other)[:2]])
+
+    def difference(sums):
+        return sums[0] / sums[1] - sums[2] / sums[3]
+
+    return float(difference(columns.sum(axis=1))), interval(columns, difference)
+
+
+def groups(cells: Sequence[Cell]) -> dict[tuple[str, float], list[Cell]]:
+    """Cells by domain and temperature, in the order they were asked for."""
+    found: dict[tuple[str, float], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.domain, cell.temperature), []).append(cell)
+    return found
+
+
+def _begin(target: Target, drafters, prompts, options: Options, kept: Comparison | None, file, switches) -> Comparison:
+    """The facts of this run joined with those of the file, which must not contradict them."""
+    encoded = {domain: [text.encode(target, prompt, **switches) for prompt in group] for domain, group in prompts.items()}
+    fixed = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("temperatures", "adaptive")}
+    facts = {
+        "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.params.embed.dtype)},
+        "machine": report.machine(),
+        "options": fixed,
+        "domains": {domain: {"prompts": len(ids), "sha256": _digest(repr(ids).encode())} for domain, ids in encoded.items()},
+        "drafters": {name: _described(drafter) for name, drafter in drafters.items()},
+    }
+    drafts = max(drafter.config.num_drafts for drafter in drafters.values())
+    needed = max(measure.capacity_for(target, ids, options.max_new_tokens, drafts) for ids in encoded.values())
+    held = None if kept is None else kept.facts["options"]["capacity"]
+    fixed["capacity"] = options.capacity or (held if held is not None and held >= needed else needed)
+    if kept is None:
+        return Comparison(facts, [])
+    for section in ("target", "machine", "options"):
+        for name, here in facts[section].items():
+            _same(file, f"{section} {name.replace('_', ' ')}", kept.facts[section].get(name), here)
+    for section in ("domains", "drafters"):
+        for name, here in facts[section].items():
+            if name in kept.facts[section]:
+                _same(file, f"{section[:-1]} {name}", kept.facts[section][name], here)
+        facts[section] = kept.facts[section] | facts[section]
+    return Comparison(facts, kept.cells)
+
+
+def _same(file, what: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise ValueError(f"{file} was measured with {what} {there}, now it is {here}; name another file with --output")
+
+
+def _described(drafter: Drafter) -> dict[str, Any]:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(drafter.params)]
+    digest = hashlib.sha256(repr(drafter.config).encode())
+    for leaf in leaves:
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    sizes = {"drafts": drafter.config.num_drafts, "parameters": sum(leaf.size for leaf in leaves)}
+    return {"family": drafter.config.family, **sizes, "sha256": digest.hexdigest()[:16]}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _shifted(progress: Progress, passed: int, total: int) -> Progress:
+    return lambda done, _: progress(passed + done, total)
+
+
+def _cell(key: tuple[str, str, str, float], runs: Sequence[measure.Measurement], draft_seconds: float) -> Cell:
+    drafter, way, domain, temperature = key
+    records = [record | {"text": number} for number, run in enumerate(runs) for record in run.records]
+    columns = _sums(records)
+    tokens, _, plain_tokens, seconds, plain_seconds = columns.sum(axis=1)
+    agreements = [run.agreement for run in runs if run.agreement is not None]
+    return Cell(
+        drafter=drafter,
+        way=way,
+        domain=domain,
+        temperature=temperature,
+        acceptance=tau.pool(run.acceptance[domain] for run in runs),
+        tau_interval=interval(columns[:2], lambda sums: sums[0] / sums[1]),
+        plain=float(plain_tokens / plain_seconds),
+        speculative=float(tokens / seconds),
+        speedup=float(tokens / seconds / (plain_tokens / plain_seconds)),
+        speedup_interval=interval(columns, lambda sums: sums[0] / sums[3] / (sums[2] / sums[4])),
+        draft_seconds=draft_seconds,
+        agreement=Agreement(*(sum(getattr(a, field.name) for a in agreements) for field in dataclasses.fields(Agreement))),
+        policy=runs[0].policy,
+        left_out=runs[0].left_out,
+        records=records,
+    )
+
+
+def _columns(cell: Cell) -> Float[np.ndarray, "5 P"]:
+    return _sums(cell.records)
+
+
+def _sums(records: Sequence[Mapping[str, Any]]) -> Float[np.ndarray, "5 P"]:
+    """By prompt, its texts summed: tokens, rounds, tokens of plain decoding, seconds of decoding, and of plain decoding."""
+    texts = 1 + max(record["text"] for record in records)
+
+    def column(name: str):
+        return np.asarray([record[name] for record in records], float).reshape(texts, -1).sum(axis=0)
+
+    seconds = {kind: column(f"{kind}_seconds") - column(f"{kind}_prefill_seconds") for kind in ("speculative", "plain")}
+    seconds = {kind: np.maximum(values, 1e-9) for kind, values in seconds.items()}
+    return np.stack([column("tokens"), np.maximum(column("rounds"), 1), column("plain_tokens"), seconds["speculative"], seconds["plain"]])
