@@ -124,7 +124,7 @@ def from_gguf(metadata: dict, path: str | Path) -> Tokenizer:
         raise ValueError(f"{path} splits text by rule {pre!r}, known are {known}; load the Hugging Face checkpoint instead")
     texts, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(texts) if isinstance(texts, list) else None)
-    if not (_texts(texts) and _texts(merges) and isinstance(kinds, list)) or not texts or len(kinds) != len(texts):
+    if not (_texts(texts) and _texts(merges) and isinstance(kinds, list)) or not texts or merges is None or len(kinds) != len(texts):
         raise ValueError(f"{path} has an incomplete tokenizer (tokens, merges or token types are missing)")
     vocabulary = {text: i for i, text in enumerate(texts)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]

@@ -155,9 +155,11 @@ def block_hidden(params, config: DrafterConfig, shared: Shared, anchor, prefix_l
     turned = rotation(model, positions)
     for index, layer in enumerate(params.layers):
 
-        def see(q, k, v, index=index):
+        k_cache, v_cache = state.cache.layer(index)
+
+        def see(q, k, v, k_cache=k_cache, v_cache=v_cache):
             return attend(
-                q, k, v, state.cache.k[index], state.cache.v[index], state.cache.table, rows, positions,
+                q, k, v, k_cache, v_cache, state.cache.table, rows, positions,
                 scale=model.attention_scale, window=model.sliding_window,
             )  # fmt: skip
 

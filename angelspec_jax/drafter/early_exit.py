@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
+from angelspec_jax.drafter.lanes import extend_paths
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared, Sparse
 from angelspec_jax.drafter.untrained import EarlyExitConfig
 from angelspec_jax.target.attention import MAX_TREE_ROWS, attend, chain_ancestors, uniform_rows
@@ -102,21 +103,11 @@ def expand(
 ) -> tuple[Int[Array, "R W M"], Float[Array, "R W M"], Flight]:
     """One pass over the lanes, each seeing its own path."""
     target, cache = _borrowed(seen)
-    lanes = tokens.shape[1]
-    column = depth * lanes
-    path = jax.lax.dynamic_slice_in_dim(memory.ancestors, jnp.maximum(column - lanes, 0), lanes, axis=1)  # of the level before
-    path = jnp.where(depth > 0, jnp.take_along_axis(path, origin[..., None], axis=1), jnp.uint32(0)) | _bit(column, lanes)
-    flight = dataclasses.replace(memory, ancestors=jax.lax.dynamic_update_slice_in_dim(memory.ancestors, path, column, axis=1))
+    column = depth * tokens.shape[1]
+    flight = dataclasses.replace(memory, ancestors=extend_paths(memory.ancestors, depth, origin))
     logits, flight = _advance(target, config, shared, cache, seen.prefix_length, flight, column, tokens)
     scores, ids = shortlist(logits, policy.candidates)
     return ids, scores, flight
-
-
-def _bit(column: Int[Array, ""], lanes: int) -> UInt32[Array, "1 W 2"]:
-    """Ancestor bits of rows that see themselves alone."""
-    row = column + jnp.arange(lanes, dtype=jnp.int32)[:, None]
-    word = jnp.arange(2, dtype=jnp.int32)[None]
-    return jnp.where(row // 32 == word, jnp.uint32(1) << (row % 32).astype(jnp.uint32), jnp.uint32(0))[None]
 
 
 def _advance(
@@ -144,13 +135,15 @@ def _advance(
 
     for index in range(config.layers):
 
-        def see(q, k, v, index=index):
+        k_cache, v_cache = cache.layer(index)
+
+        def see(q, k, v, index=index, k_cache=k_cache, v_cache=v_cache):
             keys.append(whole(k, flight.k[index]))
             values.append(whole(v, flight.v[index]))
             # A kernel reads the cache once for all rows of a request, so rows that are not of this pass cost little.
             queries = whole(q, jnp.zeros((requests, full, *q.shape[1:]), q.dtype))
             out = attend(
-                _packed(queries), _packed(keys[-1]), _packed(values[-1]), cache.k[index], cache.v[index], cache.table,
+                _packed(queries), _packed(keys[-1]), _packed(values[-1]), k_cache, v_cache, cache.table,
                 rows, _packed(flight.positions), scale=model.attention_scale, window=model.sliding_window,
             )  # fmt: skip
             out = jax.lax.dynamic_slice_in_dim(out.reshape(queries.shape), column, width, axis=1)

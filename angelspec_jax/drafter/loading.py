@@ -125,7 +125,7 @@ def save_drafter(path, drafter: Drafter, *, layout: str | None = None, dtype=Non
         shutil.rmtree(work, ignore_errors=True)
 
 
-def drafter_config(target: TransformerConfig, *, family: str = "dfly", **options: Any) -> registry.AnyConfig:
+def drafter_config(target: TransformerConfig, *, family: str = "dfly", **options: Any) -> registry.TrainableConfig:
     """Configuration of a new drafter for a target; `options` are those of `block_config`, `mtp.config_for` or `eagle3.config_for`."""
     if family not in CONFIGS:
         raise ValueError(f"drafter family must be one of {', '.join(CONFIGS)}, got {family!r}")
@@ -188,7 +188,7 @@ def _chosen(given: str | None, family: str | None) -> str | None:
     return family if given is None else None if given == "none" else given
 
 
-CONFIGS: dict[str, Callable[..., registry.AnyConfig]] = {
+CONFIGS: dict[str, Callable[..., registry.TrainableConfig]] = {
     **dict.fromkeys(FAMILIES, block_config),
     **dict.fromkeys(mtp.FAMILIES, mtp.config_for),
     "eagle3": eagle3.config_for,

@@ -28,7 +28,8 @@ from angelspec_jax.drafter.eagle3 import Eagle3, Eagle3Config
 from angelspec_jax.drafter.mtp import MTP, MTPConfig
 from angelspec_jax.drafter.untrained import EarlyExitConfig, LookupConfig
 
-AnyConfig = DrafterConfig | MTPConfig | Eagle3Config | LookupConfig | EarlyExitConfig
+TrainableConfig = DrafterConfig | MTPConfig | Eagle3Config
+AnyConfig = TrainableConfig | LookupConfig | EarlyExitConfig
 AnyDrafter = BlockDrafter | MTP | Eagle3 | None
 
 MODULES: dict[type, ModuleType] = {

@@ -27,6 +27,11 @@ class Int8:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
+    @property
+    def dtype(self) -> np.dtype:
+        """What activations are beside these weights: the type of the scales."""
+        return self.scale.dtype
+
     def reshape(self, *shape: int) -> "Int8":
         """The same weights as one matrix [in, out] or as several [lead, in, out]."""
         return Int8(self.values.reshape(shape), self.scale.reshape(*shape[:-2], 1, shape[-1]))

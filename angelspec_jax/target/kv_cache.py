@@ -36,6 +36,10 @@ class KVCache:
         pages = self.k[0].shape[0] if isinstance(self.k, tuple) else self.k.shape[1]
         return jnp.arange(pages, dtype=jnp.int32).reshape(pages // self.columns, self.columns)
 
+    def layer(self, index: int) -> tuple[jax.Array, jax.Array | None]:
+        """Keys and values of one layer; rows of 2E hold both."""
+        return self.k[index], None if self.v is None else self.v[index]
+
     @property
     def capacity(self) -> int:
         """Most tokens one request can hold."""

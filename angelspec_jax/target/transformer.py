@@ -84,7 +84,8 @@ def forward(
     if isinstance(params.layers, tuple):
         new_kv = []
         for index, layer in enumerate(params.layers):
-            x, kv = run(layer, x, cache.k[index], cache.v[index])
+            k_cache, v_cache = cache.layer(index)
+            x, kv = run(layer, x, k_cache, v_cache)
             new_kv.append(kv)
             features[index] = x
         new_k, new_v = tuple(k for k, _ in new_kv), tuple(v for _, v in new_kv)

@@ -141,4 +141,6 @@ def scorer(
 
 
 def _see(q, k, v, *, text, places, scale):
-    return kernels.anchor_attention(q, *text, k, v, *places, causal=True, scale=scale)
+    k_text, v_text = text
+    anchors, keep, documents, own_documents = places
+    return kernels.anchor_attention(q, k_text, v_text, k, v, anchors, keep, documents, own_documents, causal=True, scale=scale)

@@ -20,7 +20,7 @@ from angelspec_jax.drafter import layouts, mtp
 from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter.config import DrafterConfig, default_taps
 from angelspec_jax.drafter.loading import Drafter
-from angelspec_jax.drafter.registry import AnyConfig
+from angelspec_jax.drafter.registry import TrainableConfig
 from angelspec_jax.target.loading import Target
 from angelspec_jax.tokenizer import Tokenizer
 from angelspec_jax.training import warm
@@ -99,7 +99,7 @@ def encode(config: TrainConfig, target: Target, conversations: Sequence[reading.
     return Data(samples, parts[0], parts[1], tuple(validation))
 
 
-def check_objectives(config: TrainConfig, drafter: AnyConfig) -> None:
+def check_objectives(config: TrainConfig, drafter: TrainableConfig) -> None:
     """Raise ValueError for objectives that this drafter, or a run with cached features, cannot be trained on."""
     for number, stage in enumerate(config.train.stages):
         objective, where = stage.objective, f"train.stages.{number}"
@@ -156,7 +156,7 @@ def _autoregressive_options(section: DrafterSection, target: Target) -> dict[str
     return norm | {"taps": taps, "fc_norm": section.fc_norm, "feedback_norm": section.feedback_norm, "own_head": section.own_head}
 
 
-def drafter_config(section: DrafterSection, target: Target) -> AnyConfig:
+def drafter_config(section: DrafterSection, target: Target) -> TrainableConfig:
     """The drafter a run trains, checked against its target."""
     config = drafters.drafter_config(target.config, draft_vocab=section.draft_vocab, **drafter_options(section, target))
     if len(set(config.taps)) != len(config.taps):
@@ -167,7 +167,7 @@ def drafter_config(section: DrafterSection, target: Target) -> AnyConfig:
     return config
 
 
-def check_confidence(config: AnyConfig, stages: Sequence[Stage]) -> None:
+def check_confidence(config: TrainableConfig, stages: Sequence[Stage]) -> None:
     """Raise ValueError when a confidence head would be trained that the drafter has not, or one that it has would not be."""
     trained = any(stage.objective.confidence_weight > 0 for stage in stages)
     has = isinstance(config, DrafterConfig) and config.confidence is not None
@@ -200,7 +200,7 @@ def check_mask_token(token: int | None, data: Data, target: Target) -> None:
             raise ValueError(f"drafter.mask_token {token}{text} occurs in the data; choose a special token that it never uses")
 
 
-def draft_vocabulary(config: AnyConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
+def draft_vocabulary(config: TrainableConfig, data: Data, target: Target) -> Int[np.ndarray, "V'"] | None:
     """Target ids of the draft head's rows: what ends a turn, and the answers' most frequent tokens. None for the whole vocabulary."""
     if config.draft_vocab is None:
         return None
@@ -232,7 +232,7 @@ def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say:
     return data.over(cache.select(taps))
 
 
-def check_initial(init: str, config: AnyConfig) -> None:
+def check_initial(init: str, config: TrainableConfig) -> None:
     """Raise FileNotFoundError or ValueError when `drafter.init` names a folder whose drafter is not of the run's shape."""
     if init in ("random", "target"):
         return
@@ -240,7 +240,7 @@ def check_initial(init: str, config: AnyConfig) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"drafter.init {init!r} is neither random nor target nor the folder of a saved drafter")
     found, wanted = layouts.read(folder).config, config
-    if type(found) is not type(wanted):
+    if not isinstance(found, TrainableConfig) or type(found) is not type(wanted):
         raise ValueError(f"drafter.init {init} holds a drafter of the family {found.family}, this run trains one of {wanted.family}")
     layer_fields = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qk_norm", "rope")
     pairs = {name: (getattr(found.transformer, name), getattr(wanted.transformer, name)) for name in layer_fields}

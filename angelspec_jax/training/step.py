@@ -18,7 +18,7 @@ from angelspec_jax.config import OptimizationSection
 from angelspec_jax.data.features import target_features
 from angelspec_jax.drafter import block, registry
 from angelspec_jax.drafter.config import DrafterConfig
-from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
+from angelspec_jax.drafter.registry import AnyDrafter, TrainableConfig
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams
 from angelspec_jax.training import opd, ttt
@@ -65,7 +65,7 @@ def create_state(params: AnyDrafter, optimizer: optax.GradientTransformation, ke
 
 
 def build(
-    settings: OptimizationSection, drafter: AnyConfig, target: TransformerConfig, optimizer: optax.GradientTransformation
+    settings: OptimizationSection, drafter: TrainableConfig, target: TransformerConfig, optimizer: optax.GradientTransformation
 ) -> tuple[Step, Callable[[AnyDrafter, Frozen, Batch, int], dict[str, jax.Array]]]:
     """The training step and the held-out evaluation, both jitted.
 

@@ -28,7 +28,7 @@ from angelspec_jax.drafter import loading as drafters
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.card import card_for, mask_token
 from angelspec_jax.drafter.loading import Drafter
-from angelspec_jax.drafter.registry import AnyConfig
+from angelspec_jax.drafter.registry import TrainableConfig
 from angelspec_jax.target.loading import Target, load_target
 from angelspec_jax.training import prepare, step
 from angelspec_jax.training.checkpoint import Checkpoints
@@ -54,7 +54,7 @@ class Job:
     data: prepare.Data
     training: pipeline.Source
     validation: prepare.Part
-    drafter_config: AnyConfig
+    drafter_config: TrainableConfig
     draft_ids: np.ndarray | None
 
 

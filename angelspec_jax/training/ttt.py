@@ -59,10 +59,11 @@ def unroll(
         def see(q, k, v):
             keys.append(k)
             values.append(v)
-            own = jnp.stack(keys, axis=2), jnp.stack(values, axis=2)
+            k_chain, v_chain = jnp.stack(keys, axis=2), jnp.stack(values, axis=2)
             out = kernels.anchor_attention(
-                q[:, :, None], k_context, v_context, *own, first, keep, documents, own_documents, causal=False, scale=model.attention_scale
-            )
+                q[:, :, None], k_context, v_context, k_chain, v_chain, first, keep, documents, own_documents,
+                causal=False, scale=model.attention_scale,
+            )  # fmt: skip
             return out[:, :, 0]
 
         x, normed = cell.read(params, config, embed[token].astype(dtype), hidden, start)
@@ -80,7 +81,7 @@ def greedy_tokens(
     scored: Float[Array, "B A D"], head: Float[Array, "V' D"], draft_ids: Int[Array, "V'"] | None, chunk: int
 ) -> Int[Array, "B A"]:
     """The token each row would say, with logits of at most `chunk` rows alive at once."""
-    grid = chunks.grid_of(*scored.shape[:2], 1, chunk)
+    grid = chunks.grid_of(scored.shape[0], scored.shape[1], 1, chunk)
 
     def best(carry, rows):
         logits = jnp.einsum("bad,vd->bav", rows, head.astype(rows.dtype), preferred_element_type=jnp.float32)
