@@ -2,10 +2,24 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 from parity import case as cases
 
 HERE = Path(__file__).parent
+# Of our own fixtures the default run takes at least one of every family; these are the others, which `-m "slow or not slow"` adds.
+SLOW = {
+    "drafters": (
+        "angelspec_dflash", "angelspec_dfly_wide_heads", "angelspec_dspark", "deepspec_dflash", "deepspec_dspark_conf_nomarkov",
+        "deepspec_dspark_vanilla", "eagle3_llama_vllm_keys_fcnorm", "mtp_dense", "zlab_dflash_wide_heads",
+    ),
+    "e2e": ("deepspec_eagle3_trained", "zlab_dflash_random"),
+    "targets": ("qwen3_bf16", "qwen3_untied"),
+    "training": (
+        "angelspec_dflare", "angelspec_dflash", "angelspec_dspark", "deepspec_dflash", "deepspec_dspark_rnn", "deepspec_dspark_vanilla",
+        "deepspec_eagle3", "eagle3_llama_full", "mtp_dense",
+    ),
+}  # fmt: skip
 
 
 def pytest_generate_tests(metafunc):
@@ -16,7 +30,18 @@ def pytest_generate_tests(metafunc):
     folders = cases.find(root)
     if not folders:
         raise pytest.UsageError(f"--goldens: there is no case.json at or below {root}")
-    metafunc.parametrize("folder", folders, ids=[str(folder.relative_to(root)) for folder in folders])
+    slow = {HERE / group / name for group, names in SLOW.items() for name in names} if given is None else set()
+    marked = [pytest.param(folder, marks=pytest.mark.slow) if folder in slow else folder for folder in folders]
+    metafunc.parametrize("folder", marked, ids=[str(folder.relative_to(root)) for folder in folders])
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Every program here is tiny and runs a few times: LLVM's expensive passes would cost more than they save."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -40,4 +65,4 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(", ".join(f"{count} {word}" for word, count in counts.items()))
     for row in sorted(rows):
         if row[-1]:
-            terminalreporter.write_line(f"{row[0]} also holds {row[-1]}, which nothing here computes")
+            terminalreporter.write_line(f"{row[0]} also holds what is not compared: {row[-1]}")

@@ -7,7 +7,7 @@ import numpy as np
 from angelspec_jax.drafter import block, context, layouts
 from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
 from angelspec_jax.target.layers import rms_norm
-from parity.case import Case, supported
+from parity.case import Case, as_arrays, supported
 
 # One compilation each instead of one per operation.
 block_hidden = jax.jit(block.block_hidden, static_argnums=1)
@@ -23,7 +23,7 @@ FULL = DraftPolicy(jnp.float32(0.0), candidates=0)
 def read(case: Case):
     """Parameters and configuration of the case's drafter."""
     params, config, *_ = supported(layouts.read, case.folder)
-    return jax.tree.map(jnp.asarray, params), config
+    return as_arrays(params), config
 
 
 def shared(case: Case) -> Shared:
@@ -47,15 +47,21 @@ def check_one_round(case: Case) -> None:
     params, config = read(case)
     if "block_size" in case.params:
         case.same("block_size", config.block_size, case.params["block_size"])
-    features = _features(case.io["in.target_hidden"], config)
-    state = _digest(params, config, features, 0, block.create_state(config, 1, features.shape[0]))
-    _compare_block(case, params, config, shared(case), features, features.shape[0], state, "")
+    for row in case.rows("in.target_hidden"):
+        features = _features(row.io["in.target_hidden"], config)
+        state = _digest(params, config, features, 0, block.create_state(config, 1, features.shape[0]))
+        _compare_block(row, params, config, shared(case), features, features.shape[0], state, "")
 
 
 def check_rounds(case: Case) -> None:
     """z-lab and DeepSpec: rounds that extend one draft cache."""
     params, config = read(case)
-    turns = sorted({name.split(".")[1] for name in case.io if name.startswith("in.r") and name.count(".") > 1})
+    turns = sorted({name.split(".")[1] for name in case.io if name.startswith("in.r") and name.count(".") > 1}, key=lambda x: int(x[1:]))
+    for row in case.rows(f"in.{turns[0]}.target_hidden"):
+        _compare_rounds(row, params, config, turns)
+
+
+def _compare_rounds(case: Case, params, config, turns: list[str]) -> None:
     given = [_features(case.io[f"in.{turn}.target_hidden"], config) for turn in turns]
     state, seen = block.create_state(config, 1, sum(features.shape[0] for features in given)), 0
     borrowed = shared(case)
@@ -67,7 +73,7 @@ def check_rounds(case: Case) -> None:
 
 
 def _compare_block(case: Case, params, config, borrowed: Shared, features, seen: int, state, turn: str) -> None:
-    expected = {name.removeprefix(f"out.{turn}"): value for name, value in case.io.items() if name.startswith(f"out.{turn}")}
+    expected = case.io.under(f"out.{turn}")
     anchor, prefix = jnp.asarray(case.io[f"in.{turn}anchor_token"], jnp.int32), jnp.asarray([seen], jnp.int32)
     for name in sorted(name for name in expected if name.startswith("ctx")):
         ours = conditions(params.context, config, features)[int(name[3:] or 0)]
@@ -81,7 +87,11 @@ def _compare_block(case: Case, params, config, borrowed: Shared, features, seen:
             normed = rms_norm(jnp.asarray(expected[f"layer{index}"]), params.norm, config.transformer.rms_norm_eps)
             case.close(f"{turn}layer{index}", block_hidden(first, config, borrowed, anchor, prefix, state), normed)
     hidden = block_hidden(params, config, borrowed, anchor, prefix, state)
-    case.close(f"{turn}hidden", hidden, expected["hidden"])
+    if "hidden" in expected:
+        case.close(f"{turn}hidden", hidden, expected["hidden"])
+    if "block_ids" in expected:
+        masks = np.full((1, config.block_size - 1), config.mask_token)
+        case.same(f"{turn}block_ids", np.concatenate([anchor[:, None], masks], axis=1), expected["block_ids"])
     if "base_logits" in expected:
         case.close(f"{turn}base_logits", hidden @ borrowed.head.T, expected["base_logits"])
     chain = draft(params, config, borrowed, Seen(anchor, prefix, anchor[:, None]), state, None, FULL)
@@ -92,13 +102,23 @@ def _compare_block(case: Case, params, config, borrowed: Shared, features, seen:
     rows = teacher_forced(params, config, borrowed.embed, hidden, previous)
     if "corrected_hidden" in expected:
         case.close(f"{turn}corrected_hidden", rows[:, first:], expected["corrected_hidden"])
-    case.close(f"{turn}logits", slot_logits(params, config, rows, borrowed.head)[:, first:], expected["logits"])
+    if "logits" in expected:
+        case.close(f"{turn}logits", slot_logits(params, config, rows, borrowed.head)[:, first:], expected["logits"])
     if "confidence_logits" in expected:
         ours = confidence_logits(params, config, hidden[:, first:], previous[:, first:])
         case.close(f"{turn}confidence_logits", ours, expected["confidence_logits"])
-        case.close(f"{turn}survival", chain.survival, np.cumprod(expected["confidence"], axis=1))
+        confidence = jax.nn.sigmoid(ours)
+        if "confidence" in expected:
+            case.close(f"{turn}confidence", confidence, expected["confidence"])
+            case.close(f"{turn}survival", chain.survival, np.cumprod(expected["confidence"], axis=1))
+        thresholds = case.params.get("thresholds", case.params.get("confidence_thresholds", []))
+        if thresholds and "proposal_lengths" in expected:
+            high = [np.cumprod(np.asarray(confidence)[0] >= threshold).sum() for threshold in thresholds]
+            case.same(f"{turn}proposal_lengths", high, expected["proposal_lengths"])
     if "teacher_forced_logits" in expected:
-        rows = teacher_forced(params, config, borrowed.embed, hidden, jnp.asarray(case.io["in.teacher_forced_prev"], jnp.int32))
+        own = f"in.{turn}teacher_forced_prev"
+        before = case.io[own if own in case.io else "in.teacher_forced_prev"]
+        rows = teacher_forced(params, config, borrowed.embed, hidden, jnp.asarray(before, jnp.int32))
         case.close(f"{turn}teacher_forced_logits", slot_logits(params, config, rows, borrowed.head), expected["teacher_forced_logits"])
 
 

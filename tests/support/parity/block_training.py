@@ -1,6 +1,7 @@
 """A block drafter's training, from checkpoint to gradient: forward, every objective's loss, gradients of the named parameters."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -69,64 +70,66 @@ def _objective(setting: dict[str, Any]) -> Objective:
 def _compare(case: Case, prefix: str, given: dict[str, np.ndarray], terms_of) -> None:
     params, config = read(case)
     borrowed = shared(case)
-    objectives = {name: terms_of(case, setting) for name, setting in case.params["objectives"].items()}
-    head, count = borrowed.head, len(objectives)
     tokens, anchors = (jnp.asarray(given[name], jnp.int32) for name in ("input_ids", "anchors"))
     keep, loss_mask, features = jnp.asarray(given["keep"] > 0), jnp.asarray(given["loss_mask"], jnp.float32), given["target_hidden"]
     documents = jnp.asarray(given["ctx_doc_ids"], jnp.int32) if "ctx_doc_ids" in given else None
     chain = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     positions = jnp.asarray(given.get("base_position_ids", chain), jnp.int32)
+    targets = block_targets(
+        tokens, loss_mask, anchors, keep, config.block_size, config.layout, config.mask_token, documents=documents, positions=positions
+    )
 
     @jax.jit
-    def run(params):
-        targets = block_targets(
-            tokens, loss_mask, anchors, keep, config.block_size, config.layout, config.mask_token, documents=documents, positions=positions
+    def forward(params):
+        hidden = block.training_hidden(
+            params, config, borrowed.embed, jnp.asarray(features), positions, anchors, keep, targets.block_tokens, documents
         )
+        confidence = block.confidence_logits(params, config, hidden, targets.previous) if config.confidence else None
+        rows = block.teacher_forced(params, config, borrowed.embed, hidden, targets.previous)
+        return (rows, confidence), (hidden, block.slot_logits(params, config, rows, borrowed.head))
 
-        def forward(params):
-            hidden = block.training_hidden(
-                params, config, borrowed.embed, jnp.asarray(features), positions, anchors, keep, targets.block_tokens, documents
-            )
-            confidence = block.confidence_logits(params, config, hidden, targets.previous) if config.confidence else None
-            return (block.teacher_forced(params, config, borrowed.embed, hidden, targets.previous), confidence), hidden
-
-        teachers = _teachers(case, given, config)
-        teacher_rows = {normed: gather_rows(teacher, targets.teacher_index) for normed, teacher in teachers.items()}
-        outputs, back, hidden = jax.vjp(forward, params, has_aux=True)
-
-        def loss_of(outputs, params, terms: Terms):
-            rows, confidence = outputs
-            return sum(
-                block_loss(
-                    objective, rows, teacher_rows[normed], targets.labels, targets.weight_mask,
-                    lambda rows: block.slot_logits(params, config, rows, head),
-                    layout=config.layout, chunk=24, teacher_head=lambda x: x @ head.T, confidence_logits=confidence,
-                )[0]
-                for objective, normed in terms
-            )  # fmt: skip
-
-        each = [jax.value_and_grad(loss_of, argnums=(0, 1))(outputs, params, terms) for terms in objectives.values()]
-        losses = [value for value, _ in each]
-        through, direct = (jax.tree.map(lambda *x: jnp.stack(x), *parts) for parts in zip(*(grads for _, grads in each), strict=True))
-        gradients = jax.tree.map(jnp.add, jax.vmap(back)(through)[0], direct)
-        return hidden, block.slot_logits(params, config, outputs[0], head), outputs[1], losses, gradients
-
+    losses, gradients = {}, {}
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        hidden, logits, confidence, losses, gradients = run(params)
+        outputs, back, (hidden, logits) = jax.vjp(forward, params, has_aux=True)
+        teachers = {normed: gather_rows(teacher, targets.teacher_index) for normed, teacher in _teachers(case, given, config).items()}
+        for name, setting in case.params["objectives"].items():
+            terms = terms_of(case, setting)
+            given_rows = [teachers[normed] for _, normed in terms]
+            said = _loss(tuple(objective for objective, _ in terms), config, outputs, params, given_rows, targets, borrowed.head)
+            losses[name], (through, direct) = said
+            gradients[name] = jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), back(through)[0], direct)
     kept = given["keep"] > 0  # what other blocks hold is computed and never used
-    for name, ours in (("draft_hidden", hidden), ("logits", logits), ("confidence_logits", confidence)):
+    for name, ours in (("draft_hidden", hidden), ("logits", logits), ("confidence_logits", outputs[1])):
         if f"out.{prefix}{name}" in case.io:
             expected = case.io[f"out.{prefix}{name}"][kept]
             ours = np.asarray(ours)[kept]
             case.close(f"{prefix}{name}", ours[:, -expected.shape[1] :], expected)
-    for index, (name, loss) in zip(range(count), zip(objectives, losses, strict=True), strict=True):
-        ours = layouts_block.drafter_tensors(jax.tree.map(lambda x, i=index: np.asarray(x[i]), gradients), config)
+    for name, loss in losses.items():
+        ours = layouts_block.drafter_tensors(gradients[name], config)
         expected = case.io[f"out.{prefix}{name}.loss"]
         case.close(f"{prefix}{name}.loss", loss, expected, LOSSES, relative=bool(abs(expected) > 1))
         for parameter in case.params["grad_params"]:
             gradient = ours[layouts_block.plain_name(parameter)]
             what = f"{prefix}{name} gradient of {parameter}"
             case.close(what, gradient, case.io[f"out.{prefix}{name}.grad.{parameter}"], GRADIENTS, relative=True)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _loss(objectives: tuple[Objective, ...], config, outputs, params, teachers, targets, head):
+    """The sum of some objectives and its gradient by what the forward pass gives and by the heads; a program for each, small and shared."""
+
+    def loss(outputs, params):
+        rows, confidence = outputs
+        return sum(
+            block_loss(
+                objective, rows, teacher, targets.labels, targets.weight_mask,
+                lambda rows: block.slot_logits(params, config, rows, head),
+                layout=config.layout, chunk=24, teacher_head=lambda x: x @ head.T, confidence_logits=confidence,
+            )[0]
+            for objective, teacher in zip(objectives, teachers, strict=True)
+        )  # fmt: skip
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(outputs, params)
 
 
 def _teachers(case: Case, given: dict[str, np.ndarray], config) -> dict[bool, jax.Array]:

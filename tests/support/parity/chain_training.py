@@ -11,10 +11,10 @@ from angelspec_jax.drafter import layouts_eagle3, layouts_mtp, registry
 from angelspec_jax.training import ttt
 from angelspec_jax.training.anchors import block_targets, gather_rows
 from angelspec_jax.training.objective import Objective, block_loss
-from parity.case import GRADIENTS, LOSSES, Case
+from parity.case import GRADIENTS, LOSSES, Case, Unsupported
 from parity.chain_drafts import borrowed, read
 
-STEPWISE: dict[str, Any] = {"position_weighting": "steps", "step_decay": 0.8}
+STEP_DECAY = 0.8  # of the references, unless a case says otherwise
 Terms = list[tuple[float, Objective]]  # to be added up, each times its factor
 
 
@@ -23,12 +23,12 @@ def check_mtp(case: Case) -> None:
     params, config, draft_ids = read(case)
     shared = borrowed(case, draft_ids)
     steps = int(case.params["ttt_length"])
-    np.testing.assert_allclose(case.params["step_weights"], 0.8 ** np.arange(steps))
+    stepwise = {"position_weighting": "steps", "step_decay": _step_decay(case, steps)}
     for variant in sorted({name.split(".")[1] for name in case.io if name.startswith("in.") and name.endswith(".input_ids")}):
         given = {name.removeprefix(f"in.{variant}."): value for name, value in case.io.items() if name.startswith(f"in.{variant}.")}
         for policy in ("offpolicy", "onpolicy"):
             chains = _chains(given, steps, shared, given["last_hidden"], given["loss_mask"])
-            objectives = {name: _mtp_terms(setting) for name, setting in case.params["objectives"].items()}
+            objectives = {name: _mtp_terms(setting, stepwise) for name, setting in case.params["objectives"].items()}
             labels = {
                 name: chains.labels if setting["m"].get("ce_use_ground_truth") else chains.teacher_labels
                 for name, setting in case.params["objectives"].items()
@@ -61,12 +61,13 @@ def check_eagle3(case: Case, weighting: str = "steps") -> None:
         last = given["attention_mask"].sum(axis=1).astype(int) - 1
         mask[np.arange(len(mask)), last] = 0
     # Two places past the end, where the labels of the last counted predictions would stand.
-    padded = {name: np.pad(value, [(0, 0), (0, 2)] + [(0, 0)] * (value.ndim - 2)) for name, value in given.items() if value.ndim in (2, 3)}
+    padded = {name: np.pad(value, [(0, 0), (0, 2)] + [(0, 0)] * (value.ndim - 2)) for name, value in given.items() if value.ndim >= 2}
     gated = np.asarray(ttt.gate(jnp.pad(jnp.asarray(mask), ((0, 0), (0, 2))), "input"))
     rows = shared.head if shared.draft_ids is None else shared.head[shared.draft_ids]
     teacher = padded["last_hidden_postnorm"]
     chains = _chains(padded, steps, shared, teacher, gated, last=given["input_ids"].shape[1])
-    objective = Objective(ce_weight=0.0, kl_weight=1.0, **(STEPWISE | {"position_weighting": weighting}))
+    decay = _step_decay(case, steps)
+    objective = Objective(ce_weight=0.0, kl_weight=1.0, position_weighting=weighting, step_decay=decay)
     states, losses, gradients = _run(
         params, config, shared, chains, teacher, {"total": [(1.0, objective)]}, {"total": chains.teacher_labels}, False,
         features=padded["target_hidden"],
@@ -75,7 +76,7 @@ def check_eagle3(case: Case, weighting: str = "steps") -> None:
     entropy = -np.sum(np.exp(jax.nn.log_softmax(logits)) * np.asarray(jax.nn.log_softmax(logits)), axis=-1)
     counted = chains.mask * (np.asarray(chains.teacher_labels) >= 0)
     total = counted.sum(axis=(0, 1)) if weighting == "steps" else np.full(steps, counted.shape[0] * counted.shape[1])
-    loss = float(losses["total"]) + float(np.sum(0.8 ** np.arange(steps) * (counted * entropy).sum(axis=(0, 1)) / total))
+    loss = float(losses["total"]) + float(np.sum(decay ** np.arange(steps) * (counted * entropy).sum(axis=(0, 1)) / total))
     for step in range(steps):
         expected = case.io[f"out.step{step}.mask"]
         case.same(f"step{step}.mask", counted[:, :, step] > 0, expected > 0)
@@ -92,6 +93,19 @@ def check_eagle3(case: Case, weighting: str = "steps") -> None:
 
 
 check_deepspec_eagle3 = functools.partial(check_eagle3, weighting="steps_all")
+
+
+def _step_decay(case: Case, steps: int) -> float:
+    """By how much each step counts less than the one before it: from the case's weights, a list or words such as `0.8**k`."""
+    weights = case.params.get("step_weights", case.config.get("step_loss_decay", STEP_DECAY))
+    if isinstance(weights, str):
+        weights = float(weights.partition("**")[0])
+    if isinstance(weights, (int, float)):
+        return float(weights)
+    decay = weights[1] / weights[0] if steps > 1 else STEP_DECAY
+    if not np.allclose(weights, decay ** np.arange(steps)):
+        raise Unsupported(f"steps that are weighted {weights}, which is no geometric decay from 1")
+    return decay
 
 
 class _Chains:
@@ -169,25 +183,25 @@ def _loss(objective: Objective, states, head, teacher, labels, mask, teacher_hea
     return jax.value_and_grad(loss, argnums=(0, 1))(states, head)
 
 
-def _mtp_terms(setting: dict[str, Any]) -> Terms:
+def _mtp_terms(setting: dict[str, Any], stepwise: dict[str, Any]) -> Terms:
     """AngelSpec's loss: ce_scale times the cross entropy, and kl_scale or e2e_scale times the distillation or end-to-end loss."""
     how, terms = setting["m"], []
     if setting["ce"]:
-        terms.append((setting["ce"], Objective(ce_weight=1.0, **STEPWISE)))
+        terms.append((setting["ce"], Objective(ce_weight=1.0, **stepwise)))
     topk, form = int(how.get("kl_topk", 0)), how.get("single_step_form")
     if how.get("e2e_weighting"):
         direct = {"e2e_tv_weight": 1.0, "e2e_chains": "whole", "e2e_surrogate": not how["e2e_direct"], "teacher_topk": topk}
-        terms.append((setting["e2e"], Objective(ce_weight=0.0, **direct, **STEPWISE)))
+        terms.append((setting["e2e"], Objective(ce_weight=0.0, **direct, **stepwise)))
     elif form == "tv":
-        terms.append((setting["kl"], Objective(ce_weight=0.0, l1_weight=0.5, teacher_topk=topk, **STEPWISE)))
+        terms.append((setting["kl"], Objective(ce_weight=0.0, l1_weight=0.5, teacher_topk=topk, **stepwise)))
     elif form == "kl":
-        terms.append((setting["kl"], Objective(kl_weight=1.0, kl_topk=topk, kl_renormalize=True, **STEPWISE)))
+        terms.append((setting["kl"], Objective(kl_weight=1.0, kl_topk=topk, kl_renormalize=True, **stepwise)))
     elif form == "lk":
         eta = how.get("single_step_eta", 3.0)
-        terms.append((setting["kl"], Objective(lk_weight=1.0, lk_eta=eta, teacher_topk=topk, **STEPWISE)))
+        terms.append((setting["kl"], Objective(lk_weight=1.0, lk_eta=eta, teacher_topk=topk, **stepwise)))
     elif how.get("use_kl"):
         variant = {"kl_topk": topk, "kl_renormalize": how.get("kl_variant") == "a"}
-        terms.append((setting["kl"], Objective(kl_weight=1.0, **variant, **STEPWISE)))
+        terms.append((setting["kl"], Objective(kl_weight=1.0, **variant, **stepwise)))
     return terms
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -21,19 +22,25 @@ from parity.case import Case, find, load, supported
 @functools.cache
 def target_of(folder: Path) -> Target:
     """The target that lies beside a drafter's case: the one its config fits, by its README where several do."""
-    drafter = load(folder).config
+    case = load(folder)
+    words = (folder / "README.md").read_text() if (folder / "README.md").exists() else ""
+    if (named := re.search(r"Target: (\S+[^\s.])", words)) and (folder / named[1] / "case.json").exists():
+        return _load(folder / named[1])
     beside = [load(other) for other in find(folder.parent) if other != folder]
-    fitting = [
-        other
-        for other in beside
-        if other.kind == "target" and all(other.config.get(key) == drafter.get(key) for key in ("hidden_size", "vocab_size"))
-    ]
-    if len(fitting) > 1:
-        words = (folder / "README.md").read_text() if (folder / "README.md").exists() else ""
-        fitting = [other for other in fitting if other.folder.name in words]
+    fitting = [other for other in beside if other.kind == "target" and _fits(other.config, case.config)]
     if len(fitting) != 1:
         raise AssertionError(f"{folder}: {len(fitting)} targets beside it have its hidden_size and vocab_size; one should")
-    return supported(load_target, fitting[0].folder, need_tokenizer=False)
+    return _load(fitting[0].folder)
+
+
+def _fits(target: dict, drafter: dict) -> bool:
+    depth = drafter.get("num_target_layers")
+    same = all(target.get(key) == drafter.get(key) for key in ("hidden_size", "vocab_size"))
+    return same and depth in (None, target.get("num_hidden_layers"))
+
+
+def _load(folder: Path) -> Target:
+    return supported(load_target, folder, need_tokenizer=False, dtype=jnp.float32)
 
 
 def check_zlab(case: Case) -> None:
@@ -52,20 +59,26 @@ def check_deepspec(case: Case) -> None:
     """Runs of DeepSpec's loop, at every confidence threshold: the text, what was drafted in every round, how much of it was verified."""
     target = target_of(case.folder)
     # A checkpoint of EAGLE-3 does not say how long its chains are.
-    longest = max(int(value.max()) for name, value in case.io.items() if name.endswith(".proposal_lengths"))
+    longest = max(int(case.io[name].max()) for name in case.io if name.endswith(".proposal_lengths"))
     drafter = supported(load_drafter, case.folder, target, **({"num_drafts": longest} if case.params.get("eagle3") else {}))
     for index in range(int(case.params["prompts"])):
         start = case.io[f"in.prompt{index}"].shape[1] + 1
         runs = sorted(name.split(".")[2:-1] for name in case.io if name.startswith(f"out.p{index}.") and name.endswith(".round_start"))
         for (*run,) in runs:
             name = ".".join([f"p{index}", *run])
-            threshold = int(run[0].removeprefix("thr")) / 100 if run else 0.0
+            threshold = _threshold(case, run[0]) if run else 0.0
             _compare_drafts(case, target, drafter, name, threshold)
             if not threshold:
                 _compare(case, target, drafter, name, start)
         stop = tuple(int(token) for token in case.io.get(f"in.stop_token{index}", ()))
         if stop:
             _compare(case, dataclasses.replace(target, eos_ids=stop), drafter, f"p{index}.stop", start)
+
+
+def _threshold(case: Case, name: str) -> float:
+    """The threshold of a run's name, `thr30` for 0.3; the case's own list has the digits that a name has no room for."""
+    percent = int(name.removeprefix("thr"))
+    return next((value for value in case.params.get("thresholds", []) if int(100 * value + 1e-6) == percent), percent / 100)
 
 
 def _compare_drafts(case: Case, target: Target, drafter, name: str, threshold: float) -> None:
@@ -114,7 +127,7 @@ def _compare(case: Case, target: Target, drafter, name: str, start: int) -> None
     prompt, new = whole[:start], len(whole) - start
     if new < 1:
         return
-    longest = max(value.shape[1] for key, value in case.io.items() if key.endswith(".output_ids"))
+    longest = max(case.io[name].shape[1] for name in case.io if name.endswith(".output_ids"))
     capacity = 64 * -(-(longest + drafter.config.num_drafts + 1) // 64)  # one program for all runs
     plan, weights = text.prepare(target, drafter)
     rounds = [tokens for (tokens,) in stream(plan, weights, [prompt], new, capacity=capacity)]

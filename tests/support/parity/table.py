@@ -31,4 +31,5 @@ def check(case: Case) -> None:
     if case.kind not in CHECKS:
         raise Unsupported(f"cases of kind {case.kind!r}")
     CHECKS[case.kind](case)
+    case.finish()
     case.verdict()

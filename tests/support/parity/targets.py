@@ -32,12 +32,12 @@ def _compare(case: Case, target, row: int, tokens, decode: bool) -> None:
     answers = case.io["out.greedy"][row] if "out.greedy" in case.io else []
     cache = kv_cache.create(target.config, 1, 8 * -(-(len(tokens) + len(answers)) // 8))
     features, hidden, scores, cache = step(target.params, target.config, tokens, 0, cache, tuple(range(-1, layers)))
-    for index in range(layers):
-        case.close(f"hidden_{index}", features[:, index], case.io[f"out.hidden_{index}"][row])
-    case.close("last_layer_prenorm", features[:, layers], case.io["out.last_layer_prenorm"][row])
-    case.close(f"hidden_{layers}", hidden, case.io[f"out.hidden_{layers}"][row])
-    case.close("logits", scores, case.io["out.logits"][row])
-    if not decode:
+    ours = {f"hidden_{index}": features[:, index] for index in range(layers)}
+    ours |= {"last_layer_prenorm": features[:, layers], f"hidden_{layers}": hidden, "logits": scores}
+    for name, values in ours.items():
+        if f"out.{name}" in case.io:
+            case.close(name, values, case.io[f"out.{name}"][row])
+    if not decode or not len(answers):
         return
     said = []
     for position in range(len(tokens), len(tokens) + len(answers)):
