@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from angelspec_jax.drafter import lanes as lane_rows
 from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Seen, Shared, Sparse
 from angelspec_jax.target import kv_cache
@@ -30,6 +31,16 @@ class ChainState:
 
     cache: KVCache  # keys and values of its layer
     condition: Float[Array, "R D"]  # what the target left at each request's last committed position
+
+
+@struct.dataclass
+class Branches:
+    """A tree's rows in flight, F = W * num_drafts a request, and what the W lanes of the last level left for the next."""
+
+    k: Float[Array, "R F G E"]
+    v: Float[Array, "R F G E"]
+    ancestors: UInt32[Array, "R F 2"]
+    hidden: Float[Array, "R W D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +113,7 @@ def draft(
     # The first row repeats the last committed one, for its output: it stands in flight, and the cache is read up to the row before it.
     # A request of one token has no committed row; its drafts mean nothing, and are verified like all others.
     base = jnp.maximum(seen.prefix_length - 1, 0)
-    rows, cache = uniform_rows(base, depth), state.cache
-    k_cache: Any = cache.k[0]
-    v_cache: Any = None if cache.v is None else cache.v[0]
+    rows, (k_cache, v_cache) = uniform_rows(base, depth), state.cache.layer(0)
     all_positions = (base[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]).reshape(-1)
     head = cell.head(params, config, shared.head)
     size = min(policy.candidates, head.shape[0]) or head.shape[0]
@@ -119,17 +128,12 @@ def draft(
             queries = jnp.broadcast_to(q[:, None], (requests, depth, *q.shape[1:]))
             keys, values = (flat(_put(old, k, x)) for old, x in zip(kv, new, strict=True))
             out = attend(
-                flat(queries), keys, values, k_cache, v_cache, cache.table, rows, all_positions,
+                flat(queries), keys, values, k_cache, v_cache, state.cache.table, rows, all_positions,
                 scale=model.attention_scale, window=model.sliding_window,
             )  # fmt: skip
             return _slot(out.reshape(queries.shape), k)
 
-        x, normed = cell.read(params, config, shared.embed[previous].astype(dtype), hidden, positions)
-        y, new_kv = decoder_layer(params.layer, model, x, rotation(model, positions), see, normed)
-        hidden, scored = cell.write(params, config, y)
-        logits = jnp.einsum("rd,vd->rv", scored, head, preferred_element_type=jnp.float32)
-        scores, columns = shortlist(logits, policy.candidates)
-        target_ids = columns if shared.draft_ids is None else shared.draft_ids[columns]
+        hidden, new_kv, scores, target_ids = _say(cell, params, config, shared, head, previous, hidden, positions, see, policy.candidates)
         # Row k stands at `positions`, reads the token after it and says the one after that.
         choice, p, confidence = draw(scores, target_ids, seen.prefix_length + 1 + k, noise)
         token = jnp.take_along_axis(target_ids, choice[:, None], axis=1)[:, 0]
@@ -160,6 +164,86 @@ def draft(
     with jax.named_scope("draft_chain"):
         *_, tokens, ids, probabilities, survivals, margins = jax.lax.while_loop(worthwhile, step, start)
     return Draft(tokens=tokens, q=OneHot() if noise is None else Sparse(ids, probabilities), survival=survivals, margin=margins)
+
+
+def tree_lanes(config: Any) -> int:
+    """Lanes of every level are in flight together."""
+    return max(MAX_TREE_ROWS // config.num_drafts, 1)
+
+
+def start_tree(
+    params: Any, config: Any, shared: Shared, seen: Seen, state: ChainState, policy: DraftPolicy, lanes: int
+) -> tuple[None, Branches]:
+    """A place in flight for every lane of every level; all lanes begin with the last committed row, as a chain does."""
+    model, dtype = config.transformer, params.layer.o.dtype
+    requests, full = seen.anchor.shape[0], config.num_drafts * lanes
+    blank = jnp.zeros((requests, full, model.num_kv_heads, model.head_dim), dtype)
+    hidden = jnp.broadcast_to(state.condition.astype(dtype)[:, None], (requests, lanes, model.hidden_size))
+    return None, Branches(blank, blank, jnp.zeros((requests, full, 2), jnp.uint32), hidden)
+
+
+def expand(
+    cell: Cell,
+    params: Any,
+    config: Any,
+    shared: Shared,
+    seen: Seen,
+    state: ChainState,
+    fixed: None,
+    memory: Branches,
+    depth: Int[Array, ""],
+    tokens: Int[Array, "R W"],
+    origin: Int[Array, "R W"],
+    policy: DraftPolicy,
+) -> tuple[Int[Array, "R W M"], Float[Array, "R W M"], Branches]:
+    """One pass over the lanes, each seeing its own path and reading what the row before it on that path left."""
+    model, (requests, width) = config.transformer, tokens.shape
+    full, column = memory.k.shape[1], depth * width
+    base = jnp.maximum(seen.prefix_length - 1, 0)
+    ancestors = lane_rows.extend_paths(memory.ancestors, depth, origin)
+    rows = dataclasses.replace(uniform_rows(base, full), ancestors=lane_rows.packed(ancestors))
+    k_cache, v_cache = state.cache.layer(0)
+    everywhere = base[:, None] + jnp.arange(full, dtype=jnp.int32)[None] // width
+    positions = jnp.broadcast_to((base + depth)[:, None], (requests, width)).reshape(-1)
+    kv = memory.k, memory.v
+
+    def see(q, *new):
+        nonlocal kv
+        kv = tuple(lane_rows.put(old, x, column, width) for old, x in zip(kv, new, strict=True))
+        # A kernel reads the cache once for all rows of a request, so rows that are not of this level cost little.
+        queries = lane_rows.put(jnp.zeros((requests, full, *q.shape[1:]), q.dtype), q, column, width)
+        out = attend(
+            *map(lane_rows.packed, (queries, *kv)), k_cache, v_cache, state.cache.table, rows, everywhere.reshape(-1),
+            scale=model.attention_scale, window=model.sliding_window,
+        )  # fmt: skip
+        return lane_rows.take(out.reshape(queries.shape), column, width)
+
+    left = jnp.take_along_axis(memory.hidden, origin[..., None], axis=1)
+    arguments = (tokens.reshape(-1), lane_rows.packed(left), positions, see, policy.candidates)
+    hidden, _, scores, ids = _say(cell, params, config, shared, cell.head(params, config, shared.head), *arguments)
+    spread = lambda x: x.reshape(requests, width, -1)  # noqa: E731
+    return spread(ids), spread(scores), Branches(*kv, ancestors, spread(hidden))
+
+
+def _say(
+    cell: Cell,
+    params: Any,
+    config: Any,
+    shared: Shared,
+    head: Float[Array, "V D"],
+    tokens: Int[Array, "N"],
+    hidden: Float[Array, "N D"],
+    positions: Int[Array, "N"],
+    see: Callable[..., jax.Array],
+    candidates: int,
+) -> tuple[Float[Array, "N D"], tuple[jax.Array, jax.Array], Float[Array, "N M"], Int[Array, "N M"]]:
+    """What rows leave for the next ones, their keys and values, and the scores and ids of their candidates in the target's vocabulary."""
+    x, normed = cell.read(params, config, shared.embed[tokens].astype(hidden.dtype), hidden, positions)
+    y, new_kv = decoder_layer(params.layer, config.transformer, x, rotation(config.transformer, positions), see, normed)
+    hidden, scored = cell.write(params, config, y)
+    logits = jnp.einsum("nd,vd->nv", scored, head, preferred_element_type=jnp.float32)
+    scores, columns = shortlist(logits, candidates)
+    return hidden, new_kv, scores, columns if shared.draft_ids is None else shared.draft_ids[columns]
 
 
 def _slot(x, k):

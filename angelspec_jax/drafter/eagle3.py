@@ -139,3 +139,6 @@ CELL = Cell(_condition, _read, _write, _head)
 create_state = autoregressive.create_state
 extend = functools.partial(autoregressive.extend, CELL)
 draft = functools.partial(autoregressive.draft, CELL)
+tree_lanes = autoregressive.tree_lanes
+start_tree = autoregressive.start_tree
+expand = functools.partial(autoregressive.expand, CELL)

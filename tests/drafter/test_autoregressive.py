@@ -1,4 +1,4 @@
-"""MTP and EAGLE-3 as drafters: exact text, drafts that follow from committed text alone, an early end of the chain, every layout."""
+"""MTP and EAGLE-3 as drafters: exact text, trees, drafts that follow from committed text alone, an early end, every layout."""
 
 import dataclasses
 import json
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from angelspec_jax.decoding import tree
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
-from angelspec_jax.drafter import layouts, registry
+from angelspec_jax.drafter import autoregressive, layouts, registry
 from angelspec_jax.drafter.loading import create_drafter, load_drafter, save_drafter
 from angelspec_jax.drafter.types import DraftPolicy, Noise, Seen
 from angelspec_jax.params import initialize
@@ -50,12 +51,52 @@ def make(target):
     return make
 
 
-def _generate(target, drafter, temperature):
+def _generate(target, drafter, temperature, nodes=None):
     sampling = make_sampling(len(PROMPTS), temperature=temperature, seed=7)
     if drafter is None:
         return generate(Plan(target.config, prefill_chunk=4), Weights(target.params), PROMPTS, NEW, sampling=sampling, capacity=64)
-    plan = Plan(target.config, drafter.config, prefill_chunk=4)
+    plan = Plan(target.config, drafter.config, prefill_chunk=4, tree=nodes)
     return generate(plan, Weights(target.params, drafter.params, drafter.shared), PROMPTS, NEW, sampling=sampling, capacity=64)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("mtp", 9), ("eagle3", 30)])  # fewer and more nodes than lanes
+def test_trees_leave_the_text_alone(target, make, name, nodes):
+    drafter = make(name)
+    for temperature in (0.0, [0.0, 2.0, 2.0, 1.0]):
+        alone, drafted = _generate(target, None, temperature), _generate(target, drafter, temperature, nodes)
+        assert drafted.texts() == alone.texts()
+    assert int(np.max(drafted.statistics.accepted[:, 1:])) > 0, "no path went past its first draft"
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle3"])
+@pytest.mark.parametrize("page", [None, 8])
+def test_every_path_of_a_tree_scores_as_a_chain_does_alone(make, monkeypatch, name, page):
+    drafter = make(name)
+    module, taps, draw = registry.module(drafter.config), len(drafter.config.taps), np.random.default_rng(5)
+    text = draw.integers(0, 96, 7).tolist()
+    features, hidden = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((6, taps, 32), (6, 32)))
+    at = np.arange(6)
+    state = _digest(drafter, module.create_state(drafter.config, 1, 32, page=page), text[1:], features, hidden, at, at >= 0)
+    seen = Seen(jnp.asarray(text[-1:], jnp.int32), jnp.asarray([6], jnp.int32), jnp.asarray([text], jnp.int32))
+    policy = DraftPolicy(jnp.float32(0.0), candidates=4)
+    grown = jax.jit(lambda state: tree.grow(drafter.params, drafter.config, drafter.shared, seen, state, None, policy, 30))(state)
+    tokens, parents = np.asarray(grown.tokens[0]), np.asarray(grown.parents[0])
+
+    def forced(scores, ids, positions, noise):
+        """The chain's next token is the one of the path."""
+        choice = jnp.argmax(ids == noise[positions - 7][:, None], axis=-1)
+        p = jax.nn.softmax(scores, axis=-1)
+        return choice.astype(jnp.int32), p, jnp.take_along_axis(p, choice[:, None], axis=1)[:, 0]
+
+    monkeypatch.setattr(autoregressive, "draw", forced)
+    chain = jax.jit(lambda path: module.draft(drafter.params, drafter.config, drafter.shared, seen, state, path, policy))
+    paths = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), int(tokens[node])])
+        alone = chain(jnp.asarray((paths[-1] + [0] * DRAFTS)[:DRAFTS], jnp.int32))
+        assert np.asarray(alone.tokens[0, : len(paths[-1])]).tolist() == paths[-1]
+        np.testing.assert_allclose(float(grown.survival[0, node]), float(alone.survival[0, len(paths[-1]) - 1]), rtol=1e-4)
+    assert len({tuple(path[:2]) for path in paths if len(path) == DRAFTS}) > 1  # of several branches
 
 
 @pytest.mark.parametrize("name", ["mtp", "mtp_moe", "eagle3"])
