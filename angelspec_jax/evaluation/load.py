@@ -2,7 +2,8 @@
 
 *Closed loop*: a fixed number of clients, each of which asks again as soon as it has its answer. Rates count what was emitted inside a
 window that begins when the slots are filled, so neither the start nor the end of a run is part of them. *Poisson*: requests come at a rate,
-whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load.
+whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load. *Routed*
+is a way with one engine that holds all drafters and a router that picks one for each prompt; picking is part of what is timed.
 """
 
 import dataclasses
@@ -18,17 +19,19 @@ import numpy as np
 from angelspec_jax import text
 from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.decoding.engine import Engine, QueueFull, Round, Settings
+from angelspec_jax.decoding.router import Router
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.target.loading import Target
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 WAIT = 600.0  # seconds after which a client gives an answer up for lost
 PLAIN, FIXED = "plain", "fixed"
+ROUTED = "routed"  # as a drafter: whichever the router picks
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of decoding: an engine's drafter and the policy it is used with."""
+    """A way of decoding: an engine's drafter, or `ROUTED`, and the policy it is used with."""
 
     name: str
     drafter: str | None = None
@@ -125,6 +128,7 @@ def run(
     ways: Sequence[Way],
     options: Options | None = None,
     *,
+    router: Router | None = None,
     costs: Mapping[str, CostTable] | None = None,
     progress: Callable[[int, int], None] | None = None,
     **switches: Any,
@@ -134,8 +138,12 @@ def run(
     Raises ValueError when no prompt leaves room for its answer, or a way names a drafter that is not there.
     """
     options = Options() if options is None else options
+    if ROUTED in drafters:
+        raise ValueError(f"a drafter must not be named {ROUTED}, the name of the way in which a router picks one; give it another name")
     for way in ways:
-        if way.drafter is not None and way.drafter not in drafters:
+        if way.drafter == ROUTED and router is None:
+            raise ValueError(f"{way.name} needs a router that picks drafters")
+        if way.drafter not in (None, ROUTED, *drafters):
             raise ValueError(f"{way.name} needs a drafter named {way.drafter}; there are {', '.join(drafters) or 'none'}")
     mixed = _mixed(target, prompts, options, **switches)
     settings = Settings(slots=max(options.concurrency, default=8), capacity=options.capacity, prefixes=0)
@@ -147,7 +155,9 @@ def run(
             else:
                 given = (costs or {}).get(name)
                 budgets = () if given is None else given.budgets
-                engines[name] = Engine(target, drafters[name], settings, costs="measure" if given is None else given, budgets=budgets)
+                helpers, picks = (drafters, router) if name == ROUTED else (drafters[name], None)
+                weighed = "measure" if given is None else given
+                engines[name] = Engine(target, helpers, settings, router=picks, costs=weighed, budgets=budgets)
         loads = [("closed", float(n)) for n in options.concurrency] + [("poisson", rate) for rate in options.rates]
         for engine in engines.values():
             engine.warm_up()  # nothing is compiled while a clock runs
@@ -165,7 +175,7 @@ def run(
                     if progress is not None:
                         progress(len(results), total)
         tables = {name: engine.costs for name, engine in engines.items() if name is not None and engine.costs is not None}
-        length = statistics.fmean(len(prompt) for prompt in mixed)
+        length = statistics.fmean(len(ids) for ids, _ in mixed)
         return results, tables, {name: trace(rounds, length, options.max_new_tokens) for name, rounds in watched.items()}
     finally:
         for engine in engines.values():
@@ -183,10 +193,26 @@ def trace(rounds: Sequence[Round], prompt_tokens: float, answer_tokens: float) -
     return Trace([survival for survival, _ in flat], [accepted for _, accepted in flat], prompt_tokens, answer_tokens)
 
 
-def _mixed(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], options: Options, **switches: Any) -> list[list[int]]:
-    """Prompts of all domains in a random order that the seed decides; those without room for an answer are left out."""
-    encoded = [text.encode(target, prompt, **switches) for group in prompts.values() for prompt in group]
-    kept = [ids for ids in encoded if len(ids) + options.max_new_tokens <= options.capacity]
+def picked(prompts: Mapping[str, Sequence[text.Prompt]], router: Router) -> dict[str, dict[str, int]]:
+    """Domain -> how many of its prompts a router gives to each drafter ("none" for no drafter)."""
+    found: dict[str, dict[str, int]] = {}
+    for domain, group in prompts.items():
+        counts = found.setdefault(domain, {})
+        for prompt in group:
+            name = router.choose(_words(prompt)) or "none"
+            counts[name] = counts.get(name, 0) + 1
+    return found
+
+
+def _words(prompt: text.Prompt) -> str:
+    """What a router judges a prompt by: the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def _mixed(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], options: Options, **switches: Any) -> list[tuple[list[int], str]]:
+    """Token ids and last words of prompts of all domains in a random order that the seed decides; those without room are left out."""
+    encoded = [(text.encode(target, prompt, **switches), _words(prompt)) for group in prompts.values() for prompt in group]
+    kept = [(ids, words) for ids, words in encoded if len(ids) + options.max_new_tokens <= options.capacity]
     if not kept:
         raise ValueError(
             f"no prompt leaves room for {options.max_new_tokens} new tokens in a slot of {options.capacity}; raise --capacity or lower them"
@@ -203,8 +229,10 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
     numbers = itertools.count()
 
     def ask(index: int):
-        options_of = {"temperature": options.temperature, "seed": options.seed + index}
-        return engine.submit(mixed[index % len(mixed)], max_new_tokens=options.max_new_tokens, **options_of)
+        ids, words = mixed[index % len(mixed)]
+        own: dict[str, Any] = {} if engine.router is None else {"drafter": engine.router.choose(words)}
+        seed = options.seed + index
+        return engine.submit(ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=seed, **own)
 
     def note(stream) -> None:
         times = stream.times

@@ -8,6 +8,7 @@ for a chip that is not here, it predicts what that device would do with these dr
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.decoding import dcut
-from angelspec_jax.decoding.costs import CostTable
+from angelspec_jax.decoding.costs import COMPUTED, CostTable
 from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.drafter.types import Draft, OneHot
 from angelspec_jax.evaluation.load import Trace
 
 ROUNDS = 400  # simulated per setting
+DECODE_STEP = "decode step"  # among the programs that `angelspec compile` reports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,66 @@ def read_traces(file: str | Path) -> dict[str, tuple[Trace, CostTable]]:
     if not found:
         raise ValueError(f"{file} holds no traces; run `angelspec bench load` with a drafter")
     return found
+
+
+def compiled_costs(files: Sequence[str | Path]) -> CostTable:
+    """The cost table of a chip that is not here, from what `angelspec compile` wrote about decode steps.
+
+    Each file is about one number of slots and one budget: compile with `decode.requests=R decode.budgets=[B]`, for every R with B = 0 (a
+    plain step) and the same one or several B above. The drafter runs in full whatever the budget, so the cost of a draft that verifies
+    nothing is where the line through the two smallest budgets meets 0; with one budget it is that budget's. Collectives, the rounds of
+    loops inside a draft, and reading in prompts are not in these estimates. Raises ValueError for files that are something else or do not
+    belong together.
+    """
+    found: dict[int, dict[int, float]] = {}
+    facts: dict[str, Any] = {}
+    for file in files:
+        slots, budget, seconds, own = _compiled_step(Path(file))
+        for name, here in own.items():
+            if facts.setdefault(name, here) != here:
+                raise ValueError(f"{file} was compiled with {name} {here}, the files before it with {facts[name]}; keep to one")
+        if budget in found.setdefault(slots, {}):
+            raise ValueError(f"{file} is about {slots} slots and a budget of {budget}, as a file before it is")
+        found[slots][budget] = seconds
+    if not found:
+        raise ValueError("there is no compiled decode step to take costs from")
+    budgets = sorted(set().union(*found.values()) | {0})
+    if len(budgets) < 2:
+        raise ValueError("the files hold plain steps only; also compile decode.budgets=[B] with some B above 0")
+    for slots, own in found.items():
+        for budget in budgets:
+            if budget not in own:
+                missing = f"decode.requests={slots} decode.budgets=[{budget}]"
+                raise ValueError(f"no file is about {slots} slots and a budget of {budget}; compile one with {missing}")
+    plain = {slots: own[0] for slots, own in found.items()}
+    drafted = {slots: _with_draft(own, budgets) for slots, own in found.items()}
+    return CostTable(tuple(budgets), plain, drafted, facts, source=COMPUTED)
+
+
+def _compiled_step(file: Path) -> tuple[int, int, float, dict[str, Any]]:
+    """Slots, budget, estimated seconds and what must be the same everywhere."""
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        step = next(program for program in values["programs"] if program["program"] == DECODE_STEP)
+        shape, seconds = values["decode"], float(step["estimated_seconds"])
+        facts = {name: step[name] for name in ("topology", "mesh", "layers")} | {"config": values["config"], "capacity": shape["capacity"]}
+        slots, budgets = int(shape["requests"]), list(shape["budgets"])
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        remedy = "`angelspec compile --only decode --output FILE` writes one"
+        raise ValueError(f"{file} holds no compiled decode step ({error!r}); {remedy}") from None
+    if len(budgets) != 1:
+        raise ValueError(f"{file} was compiled with budgets {budgets}; costs need one at a time: decode.budgets=[B]")
+    if seconds <= 0:
+        raise ValueError(f"{file} holds an estimate of {seconds} seconds, which is none")
+    return slots, int(budgets[0]), seconds, facts
+
+
+def _with_draft(seconds: Mapping[int, float], budgets: Sequence[int]) -> tuple[float, ...]:
+    """Seconds of rounds with a draft, by budget; 0 is extrapolated. More rows never cost less."""
+    first = budgets[1]
+    slope = (seconds[budgets[2]] - seconds[first]) / (budgets[2] - first) if len(budgets) > 2 else 0.0
+    nothing = min(max(seconds[first] - slope * first, seconds[0]), max(seconds[first], seconds[0]))
+    return tuple(float(cost) for cost in np.maximum.accumulate([nothing, *(seconds[budget] for budget in budgets[1:])]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -9,6 +9,7 @@ import pytest
 
 from angelspec_jax.decoding.costs import CostTable, load, save, table
 from angelspec_jax.decoding.engine import Engine, Settings
+from angelspec_jax.decoding.router import Router
 from angelspec_jax.drafter.loading import load_drafter
 from angelspec_jax.evaluation import load as loading
 from angelspec_jax.evaluation import plots, report, simulation
@@ -79,6 +80,48 @@ def test_a_simulation_knows_what_does_not_fit():
         simulation.simulate(trace, TABLE, 5)
 
 
+def compiled(folder, slots, budget, seconds, **changes):
+    """A file as `angelspec compile` writes it."""
+    step = {"program": "decode step", "topology": "v6e:2x4", "mesh": "1x1x8", "layers": 36, "estimated_seconds": seconds} | changes
+    shape = {"requests": slots, "capacity": 4096, "budgets": [] if budget is None else [budget]}
+    kernel = {"program": "tree attention", "estimated_seconds": 9.0}
+    return report.write_json(folder / f"{slots}-{budget}.json", {"config": "c", "decode": shape, "programs": [kernel, step]})
+
+
+def test_costs_of_a_chip_that_is_not_here(tmp_path):
+    steps = {1: {0: 1.0, 1: 1.5, 3: 1.7}, 1024: {0: 2.0, 1: 3.0, 3: 9.0}}
+    files = [compiled(tmp_path, slots, budget, seconds) for slots, own in steps.items() for budget, seconds in own.items()]
+    table = simulation.compiled_costs(files)
+    assert table.budgets == (0, 1, 3)
+    assert table.source == "computed from the compiler's estimates"
+    assert table.plain == {1: 1.0, 1024: 2.0}
+    assert table.drafted[1] == pytest.approx((1.4, 1.5, 1.7))
+    assert table.drafted[1024] == pytest.approx((2.0, 3.0, 9.0))  # a line that meets 0 below a plain step
+    assert table.facts["topology"] == "v6e:2x4"
+    random = np.random.default_rng(0)
+    survival = -np.sort(-random.random((400, 3)), axis=1)
+    accepted = np.sum(random.random((400, 1)) < survival, axis=1)  # as often as estimated
+    trace = loading.Trace(survival.tolist(), accepted.tolist(), 5.0, 10.0)
+    for level in (1, 600, 1024):
+        rates = {budget: simulation.simulate(trace, table, level, budget, rounds=400).rate for budget in ("plain", "off", "retrospective")}
+        assert rates["plain"] == pytest.approx(level / table.plain[1 if level == 1 else 1024])
+        assert rates["retrospective"] >= 0.98 * max(rates["plain"], rates["off"])
+    short = simulation.compiled_costs([file for file in files if not file.stem.endswith("-3")])
+    assert short.drafted[1] == pytest.approx((1.5, 1.5))
+    for wrong, sentence in (
+        ([files[0], files[0]], "1-0.json is about 1 slots and a budget of 0, as a file before it is"),
+        ([files[0]], "plain steps only"),
+        (files[:-1], "no file is about 1024 slots and a budget of 3"),
+        ([files[0], compiled(tmp_path, 2, 0, 1.0, topology="v5e:2x4")], "was compiled with topology v5e:2x4, the files before it with v6e"),
+        ([compiled(tmp_path, 2, None, 1.0)], "costs need one at a time"),
+        ([compiled(tmp_path, 2, 1, 0.0)], "an estimate of 0.0 seconds, which is none"),
+        ([report.write_json(tmp_path / "other.json", {})], "holds no compiled decode step"),
+        ([], "there is no compiled decode step"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            simulation.compiled_costs(wrong)
+
+
 def test_every_way_is_run_at_every_load(toy_target, helper, tmp_path):
     ways = loading.ways_of(["lookup"], budgets=("retrospective", 0.5))
     options = loading.Options(concurrency=(1, 2), rates=(20.0,), seconds=0.5, warm=0.05, max_new_tokens=6, capacity=96)
@@ -104,6 +147,25 @@ def test_every_way_is_run_at_every_load(toy_target, helper, tmp_path):
         loading.run(toy_target, {}, {"a": ["x"]}, [loading.Way("w", "other")], options)
     with pytest.raises(ValueError, match="holds no traces"):
         simulation.read_traces(report.write_json(tmp_path / "none.json", {}))
+
+
+def test_mixed_traffic_is_routed(toy_target, helper):
+    helpers = {"long": helper, "short": load_drafter("lookup:1", toy_target)}
+    questions = {"code": ["write a python function"], "maths": ["what is 3 + 4, and 5 + 6"], "chat": ["hello", "good day"]}
+    router = Router({"code": "long", "maths": None}, default="short")
+    assert loading.picked(questions, router) == {"code": {"long": 1}, "maths": {"none": 1}, "chat": {"short": 2}}
+    ways = loading.ways_of(["long", loading.ROUTED])
+    options = loading.Options(concurrency=(2,), seconds=0.5, warm=0.05, max_new_tokens=6, capacity=96)
+    costs = {"long": TABLE, loading.ROUTED: TABLE}
+    costs = {name: dataclasses.replace(table, plain={1: 1.0, 2: 1.1}) for name, table in costs.items()}
+    results, _, traces = loading.run(toy_target, helpers, questions, ways, options, router=router, costs=costs)
+    assert [r.way for r in results] == [way.name for way in ways]
+    assert all(r.rate > 0 for r in results)
+    assert {sum(value > 0 for value in survival) for survival in traces["routed"].survival} >= {0, 1}  # nobody's drafts, and short ones
+    with pytest.raises(ValueError, match="routed fixed needs a router"):
+        loading.run(toy_target, helpers, questions, ways, options)
+    with pytest.raises(ValueError, match="a drafter must not be named routed"):
+        loading.run(toy_target, {"routed": helper}, questions, ways, options, router=router)
 
 
 def test_tables_are_measured_once_and_refused_elsewhere(toy_target, toy_drafter, tmp_path):
