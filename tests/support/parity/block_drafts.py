@@ -21,13 +21,13 @@ FULL = DraftPolicy(jnp.float32(0.0), candidates=0)
 
 
 def read(case: Case):
-    """Parameters and configuration of the case's drafter."""
-    params, config, *_ = supported(layouts.read, case.folder)
-    return as_arrays(params), config
+    """Parameters, configuration and draft vocabulary of the case's drafter."""
+    params, config, _, draft_ids, *_ = supported(layouts.read, case.folder)
+    return as_arrays(params), config, draft_ids
 
 
-def shared(case: Case) -> Shared:
-    """The target's embedding and head: inputs of the case, or copies in the checkpoint."""
+def shared(case: Case, draft_ids=None) -> Shared:
+    """The target's embedding and head, its rows of the draft vocabulary: inputs of the case, or copies in the checkpoint."""
     stored = case.weights()
 
     def find(key: str, name: str):
@@ -39,32 +39,35 @@ def shared(case: Case) -> Shared:
         return found[0]
 
     embed = find("in.target_embed_weight", "embed_tokens.weight")
-    return Shared(jnp.asarray(embed), jnp.asarray(find("in.target_lm_head_weight", "lm_head.weight")))
+    head = jnp.asarray(find("in.target_lm_head_weight", "lm_head.weight"))
+    if draft_ids is None:
+        return Shared(jnp.asarray(embed), head)
+    ids = jnp.asarray(draft_ids, jnp.int32)
+    return Shared(jnp.asarray(embed), head if len(head) == len(ids) else head[ids], ids)
 
 
 def check_one_round(case: Case) -> None:
     """AngelSpec: a context and one block after it."""
-    params, config = read(case)
+    params, config, draft_ids = read(case)
     if "block_size" in case.params:
         case.same("block_size", config.block_size, case.params["block_size"])
     for row in case.rows("in.target_hidden"):
         features = _features(row.io["in.target_hidden"], config)
         state = _digest(params, config, features, 0, block.create_state(config, 1, features.shape[0]))
-        _compare_block(row, params, config, shared(case), features, features.shape[0], state, "")
+        _compare_block(row, params, config, shared(case, draft_ids), features, features.shape[0], state, "")
 
 
 def check_rounds(case: Case) -> None:
     """z-lab and DeepSpec: rounds that extend one draft cache."""
-    params, config = read(case)
+    params, config, draft_ids = read(case)
     turns = sorted({name.split(".")[1] for name in case.io if name.startswith("in.r") and name.count(".") > 1}, key=lambda x: int(x[1:]))
     for row in case.rows(f"in.{turns[0]}.target_hidden"):
-        _compare_rounds(row, params, config, turns)
+        _compare_rounds(row, params, config, shared(case, draft_ids), turns)
 
 
-def _compare_rounds(case: Case, params, config, turns: list[str]) -> None:
+def _compare_rounds(case: Case, params, config, borrowed: Shared, turns: list[str]) -> None:
     given = [_features(case.io[f"in.{turn}.target_hidden"], config) for turn in turns]
     state, seen = block.create_state(config, 1, sum(features.shape[0] for features in given)), 0
-    borrowed = shared(case)
     for turn, features in zip(turns, given, strict=True):
         state = _digest(params, config, features, seen, state)
         seen += features.shape[0]

@@ -68,7 +68,9 @@ def _objective(setting: dict[str, Any]) -> Objective:
 
 
 def _compare(case: Case, prefix: str, given: dict[str, np.ndarray], terms_of) -> None:
-    params, config = read(case)
+    params, config, draft_ids = read(case)
+    if draft_ids is not None:
+        raise Unsupported("training of a block drafter over a reduced draft vocabulary")
     borrowed = shared(case)
     tokens, anchors = (jnp.asarray(given[name], jnp.int32) for name in ("input_ids", "anchors"))
     keep, loss_mask, features = jnp.asarray(given["keep"] > 0), jnp.asarray(given["loss_mask"], jnp.float32), given["target_hidden"]
