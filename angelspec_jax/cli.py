@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from angelspec_jax.decoding.router import Router
     from angelspec_jax.drafter.layouts import Checkpoint
     from angelspec_jax.drafter.loading import Drafter
     from angelspec_jax.processes import Cluster
@@ -462,12 +463,71 @@ def bench_step(
         report.write_json(output, {"target": model.name, "machine": report.machine(), **costs.to_dict()})
 
 
+@bench.command("drafters")
+def bench_drafters(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help='JSONL files with {"prompt"} a line, a domain each. Default: own prompts, 12 a domain.')
+    ] = None,
+    target: TargetOption = SMOLLM2,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", "-d", help=f"May be repeated; LABEL=DIRECTORY gives it a name. {DRAFTER_HELP}")
+    ] = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per domain.")] = 40,
+    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="May be given several times. Default: 0 and 1.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Texts of each prompt at temperatures above 0.")] = 3,
+    adaptive: Annotated[bool, typer.Option(help="Also with D-cut, which verifies as many drafts as pay on this device.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each text; the fastest counts.")] = 1,
+    max_new_tokens: NewTokens = 256,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    capacity: Capacity = None,
+    template: Switches = None,
+    allow_template_mismatch: Mismatch = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file, written as results come; the same command goes on where it stopped.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for the plots.")] = None,
+) -> None:
+    """Compare drafters on the same prompts: tau with intervals, acceptance by position, draft cost, speed against plain decoding."""
+    switches = _switches(template)
+    from angelspec_jax.evaluation import prompts as reading
+
+    questions = reading.read_domains(files or [], limit if files else min(limit, 12))
+    console = _start()
+    from angelspec_jax.evaluation import comparison, comparison_views
+    from angelspec_jax.evaluation import demo as show
+
+    options = comparison.Options(
+        tuple(dict.fromkeys(temperature or (0.0, 1.0))), seeds, seed, max_new_tokens, top_k, top_p, min_p, repeats, adaptive, capacity
+    )
+    model, helpers = _load_several(target, drafter, dtype, switches, allow_template_mismatch, quantize)
+    with show.progress_bar(console, "every drafter on every prompt") as progress:
+        found = comparison.compare(model, helpers, questions, options, file=output, progress=progress, **switches)
+    title = f"drafters of {model.name}"
+    console.print(comparison_views.table(title, found.cells))
+    console.print(f"{found.agreement}", highlight=False)
+    left_out = sum(cell.left_out for cell in {cell.domain: cell for cell in found.cells}.values())
+    if left_out:
+        typer.echo(f"{left_out} prompts were left out, too long for the model's context", err=True)
+    if plots is not None:
+        comparison_views.figures(title, found.cells, plots)
+    if not found.agreement.holds:
+        raise RuntimeError(f"speculative decoding is not exact here: {found.agreement}")
+
+
 @bench.command("load")
 def bench_load(
     files: Annotated[list[Path] | None, typer.Argument(help="JSONL prompt files, a domain each. Default: own prompts.")] = None,
     target: TargetOption = SMOLLM2,
     drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", "-d", help="May be given several times. Default: the shipped one with smollm2.")
+        list[str] | None, typer.Option("--drafter", "-d", help=f"May be repeated; LABEL=DIRECTORY gives it a name. {DRAFTER_HELP}")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option(help="code=NAME,maths=NAME,chat=NAME: also an engine of all drafters that picks one by the prompt.")
     ] = None,
     dtype: DtypeOption = None,
     concurrency: Annotated[str, typer.Option(help="Clients of the closed loops, separated by commas.")] = "1,2,4,8,16,32,64",
@@ -487,7 +547,10 @@ def bench_load(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write; `bench simulate` reads it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
 ) -> None:
-    """Throughput, speed and first-token time under load: plain, every drafter with all its drafts, and with D-cut, in turns."""
+    """Throughput, speed and first-token time under load: plain, every drafter with all its drafts, and with D-cut, in turns.
+
+    With --route mixed traffic is compared against each drafter alone; domains that it leaves out get the first drafter, 'none' gets none.
+    """
     levels, arrivals = _numbers(concurrency, "--concurrency", int), _numbers(rates, "--rates", float)
     from angelspec_jax.evaluation import prompts as reading
 
@@ -495,28 +558,28 @@ def bench_load(
     console = _start()
     import dataclasses
 
-    from angelspec_jax.drafter.loading import load_drafter
     from angelspec_jax.evaluation import demo as show
     from angelspec_jax.evaluation import load, plots, report
 
-    model, first = _load(target, drafter[0] if drafter else None, dtype)
-    helpers = {} if first is None else {first.name: first}
-    for name in (drafter or [])[1:]:
-        if (folder := _find_drafter(name, target)) is not None:
-            helper = load_drafter(folder, model)
-            helpers[helper.name] = helper
+    model, helpers = _load_several(target, drafter, dtype)
+    router = None if route is None else _router(route, list(helpers))
     shares = [_share(given) for given in budget or ["retrospective"]]
-    ways = load.ways_of(list(helpers), confidences=confidence or ["drafter"], budgets=shares)
+    names = [*helpers, *([] if router is None else [load.ROUTED])]
+    ways = load.ways_of(names, confidences=confidence or ["drafter"], budgets=shares)
     options = load.Options(
         concurrency=tuple(levels), rates=tuple(arrivals), seconds=seconds, warm=warm, repeats=repeats, max_new_tokens=max_new_tokens,
         temperature=temperature, capacity=capacity, seed=seed,
     )  # fmt: skip
     with show.progress_bar(console, "every way at every load") as progress:
-        results, costs, traces = load.run(model, helpers, questions, ways, options, progress=progress)
+        results, costs, traces = load.run(model, helpers, questions, ways, options, router=router, progress=progress)
     found = load.pooled(results)
     console.print(report.load_table(f"{model.name} under load", found))
+    picked = {} if router is None else load.picked(questions, router)
+    for domain, counts in picked.items():
+        console.print(f"routed, {domain}: " + ", ".join(f"{count} to {name}" for name, count in counts.items()), highlight=False)
     if output is not None:
         facts = {"target": model.name, "drafters": list(helpers), "machine": report.machine(), "options": dataclasses.asdict(options)}
+        facts |= {} if router is None else {"routes": {**router.routes, "otherwise": router.default}, "routed": picked}
         tables = {"costs": {n: t.to_dict() for n, t in costs.items()}, "traces": {n: t.to_dict() for n, t in traces.items()}}
         report.write_json(output, {**facts, "results": [result.to_dict() for result in results], **tables})
     if plot is not None:
@@ -529,6 +592,9 @@ def bench_load(
 def bench_simulate(
     traces: Annotated[Path, typer.Argument(help="JSON file that `bench load` wrote.")],
     costs: Annotated[Path | None, typer.Option(help="Cost table of another device. Default: the one the traces came with.")] = None,
+    compiled: Annotated[
+        list[Path] | None, typer.Option(help="JSON of `angelspec compile --only decode`, a file for every number of slots and budget.")
+    ] = None,
     drafter: Annotated[str | None, typer.Option("--drafter", "-d", help="One of the file's drafters. Default: all.")] = None,
     concurrency: Annotated[str, typer.Option(help="Concurrent requests, separated by commas.")] = "1,2,4,8,16,32,64",
     budget: Annotated[list[str] | None, typer.Option(help="Policies: plain, off, retrospective, lagged, causal, or a share.")] = None,
@@ -536,19 +602,26 @@ def bench_simulate(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image file to write.")] = None,
 ) -> None:
-    """Predict throughput against concurrency from recorded rounds and a table of costs."""
+    """Predict throughput against concurrency from recorded rounds and a table of costs.
+
+    For a chip that is not here the costs are the compiler's estimates: give --compiled one file for every R and B of
+    `angelspec compile CONFIG decode.requests=R decode.budgets=[B] --only decode -o FILE`, B = 0 included.
+    """
+    if costs is not None and compiled:
+        raise ValueError("--costs and --compiled are two cost tables; give one")
     levels = _numbers(concurrency, "--concurrency", int)
     console = _start()
     from angelspec_jax.decoding import costs as cost_tables
     from angelspec_jax.evaluation import plots, report, simulation
 
+    other = simulation.compiled_costs(compiled) if compiled else None if costs is None else cost_tables.load(costs)
     found = simulation.read_traces(traces)
     if drafter is not None and drafter not in found:
         raise ValueError(f"{traces} holds no traces of {drafter}; there are {', '.join(found)}")
     values = {}
     for name, (trace, own) in found.items():
         if drafter in (None, name):
-            table = own if costs is None else cost_tables.load(costs)
+            table = own if other is None else other
             policies = [_share(given) for given in budget or ["plain", "off", "retrospective"]]
             predicted = [simulation.simulate(trace, table, level, policy, rounds=rounds) for level in levels for policy in policies]
             console.print(report.prediction_table(f"{name}: predicted tokens per second", predicted))
@@ -616,6 +689,8 @@ def compile_programs(
 ) -> None:
     """Compile kernels, the decode step and the training step for TPUs that are not there; say what they need and cost."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import dataclasses
+
     from rich.console import Console
 
     from angelspec_jax import compile as compiling
@@ -628,7 +703,8 @@ def compile_programs(
         found.append(program)
     Console().print(compiling.table(found))
     if output is not None:
-        report.write_json(output, {"config": config, "programs": [program.to_dict() for program in found]})
+        facts = {"config": config, "overrides": overrides or [], "decode": dataclasses.asdict(settings.decode)}
+        report.write_json(output, {**facts, "programs": [program.to_dict() for program in found]})
 
 
 @app.command()
@@ -726,6 +802,36 @@ def _load(
     return model, load_drafter(folder, model, thinking=thinking, allow_template_mismatch=allow_mismatch)
 
 
+def _load_several(
+    target: str,
+    drafters: list[str] | None,
+    dtype: str | None = None,
+    switches: dict[str, Any] | None = None,
+    allow_mismatch: bool = False,
+    quantize: str | None = None,
+) -> "tuple[Target, dict[str, Drafter]]":
+    """A target and its drafters by label: the one given as LABEL=DIRECTORY, else the drafter's name."""
+    found: dict[str, Drafter] = {}
+    wanted = []
+    for given in drafters or [None]:
+        label, equals, place = (given or "").partition("=")
+        labelled = bool(equals and label) and not Path(given or "").exists()
+        wanted.append((label if labelled else None, _find_drafter(place if labelled else given, target)))
+    model, _ = _load(target, "none", dtype, quantize=quantize)
+    from angelspec_jax.drafter.loading import load_drafter
+
+    thinking = {True: "on", False: "off"}.get((switches or {}).get("enable_thinking"))  # type: ignore[arg-type]
+    for label, place in wanted:
+        if place is None:
+            continue
+        drafter = load_drafter(place, model, thinking=thinking, allow_template_mismatch=allow_mismatch)
+        label = drafter.name if label is None else label
+        if label in found:
+            raise ValueError(f"two drafters are named {label}; give them names with --drafter LABEL=DIRECTORY")
+        found[label] = drafter
+    return model, found
+
+
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> dict[str, Any]:
     return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
 
@@ -790,6 +896,20 @@ def _numbers(given: str, option: str, kind: type) -> list[Any]:
     if any(not number > 0 for number in found):
         raise ValueError(f"{option} must be positive, got {given!r}")
     return found
+
+
+def _router(given: str, drafters: list[str]) -> "Router":
+    """A router from code=NAME,chat=NAME; what it leaves out goes to the first drafter."""
+    from angelspec_jax.decoding.router import Router
+
+    routes: dict[str, str | None] = {}
+    for pair in given.split(","):
+        domain, equals, name = pair.strip().partition("=")
+        if not equals or not domain or name not in (*drafters, "none"):
+            known = ", ".join(drafters) or "given with --drafter"
+            raise ValueError(f"--route must look like code=NAME,chat=NAME with names of drafters ({known}), got {pair!r}")
+        routes[domain] = None if name == "none" else name
+    return Router(routes, drafters[0] if drafters else None)
 
 
 def _share(given: str) -> str | float:

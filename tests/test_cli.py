@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from angelspec_jax import text
 from angelspec_jax.cli import app, expected
+from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.drafter.loading import create_drafter, save_drafter
 from angelspec_jax.evaluation import step_costs
 
@@ -112,22 +113,63 @@ def test_bench_step(toy_directory, drafter_directory, monkeypatch, tmp_path):
     assert set(json.loads((tmp_path / "s.json").read_text())["verify"]) == {"1", "2"}
 
 
+def test_bench_drafters_and_its_continuation(toy_directory, drafter_directory, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    asked = ("bench", "drafters", "tasks.jsonl", "-t", toy_directory, "-n", 4, "--limit", 2, "--capacity", 128, "-o", "c.json")
+    ways = ("-d", f"mine={drafter_directory}", "--temperature", 0)
+    assert "mine, D-cut" in run(*asked, *ways, "--adaptive", "--plots", "p").stdout
+    found = run(*asked, *ways, "-d", "lookup:2")
+    assert "are those of plain decoding" in found.stdout
+    cells = json.loads((tmp_path / "c.json").read_text())["cells"]
+    assert [(cell["drafter"], cell["way"]) for cell in cells] == [("mine", "all drafts"), ("mine", "D-cut"), ("lookup:2", "all drafts")]
+    assert cells[1]["policy"]["draft_seconds"] >= 0
+    assert sorted(file.name for file in (tmp_path / "p").iterdir()) == ["acceptance.png", "speed.png", "tau.png"]
+    assert "was measured with options max new tokens 4, now it is 5" in refused(*asked, *ways, "-n", 5)
+    assert "two drafters are named lookup:2" in refused(*asked, "-d", "lookup:2", "-d", "lookup:2")
+    assert "there is no drafter to compare" in refused(*asked)
+
+
 def test_bench_load_and_its_simulation(toy_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("ANGELSPEC_CACHE", str(tmp_path / "cache"))  # where costs are kept
     models = ("-t", toy_directory, "-d", "lookup:2", "-n", 4, "--capacity", 96, "--limit", 1)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "one one one"}\n')
-    loads = ("--concurrency", "1", "--seconds", 0.5, "--warm", 0)
+    loads = ("--concurrency", "1", "--seconds", 0.5, "--warm", 0, "--route", "chat=lookup:2,code=none")
     found = run("bench", "load", "tasks.jsonl", *models, *loads, "-o", "load.json", "--plot", "load.png")
+    assert "routed, tasks: 1 to lookup:2" in found.stdout
     assert "lookup:2 D-cut" in found.stdout
     values = json.loads((tmp_path / "load.json").read_text())
-    assert {result["way"] for result in values["results"]} == {"plain", "lookup:2 fixed", "lookup:2 D-cut retrospective"}
+    own = {f"{name} {way}" for name in ("lookup:2", "routed") for way in ("fixed", "D-cut retrospective")}
+    assert {result["way"] for result in values["results"]} == {"plain", *own}
     assert (tmp_path / "load.png").exists()
     predicted = run("bench", "simulate", "load.json", "--concurrency", "1", "--rounds", 20, "-o", "s.json", "--plot", "s.png")
     assert "costs: measured" in predicted.stdout
     assert [row["budget"] for row in json.loads((tmp_path / "s.json").read_text())["lookup:2"]] == ["plain", "off", "retrospective"]
-    assert (tmp_path / "s.png").exists()
+    assert sorted(file.name for file in tmp_path.glob("s-*.png")) == ["s-lookup:2.png", "s-routed.png"]
     assert "--concurrency must be numbers" in refused("bench", "load", "tasks.jsonl", *models, "--concurrency", "many")
+    assert "--route must look like code=NAME" in refused("bench", "load", "tasks.jsonl", *models, "--route", "code=other")
+    assert "a router knows the domains code, maths, chat, not law" in refused("bench", "load", *models, "--route", "law=lookup:2")
     assert "concurrency must lie between 1 and" in refused("bench", "simulate", "load.json", "--concurrency", "64")
+
+
+def test_bench_simulate_with_compiled_costs(tmp_path):
+    step = {"program": "decode step", "topology": "v6e:2x4", "mesh": "1x1x8", "layers": 2}
+    for budget, seconds in ((0, 1.0), (2, 1.5)):
+        shape = {"requests": 1024, "capacity": 64, "budgets": [budget]}
+        found = {"config": "c", "decode": shape, "programs": [step | {"estimated_seconds": seconds}]}
+        (tmp_path / f"{budget}.json").write_text(json.dumps(found))
+    trace = {"survival": [[0.9, 0.8]], "accepted": [2], "prompt_tokens": 5.0, "answer_tokens": 9.0}
+    table = CostTable((0, 2), {1: 1.0}, {1: (1.0, 1.0)}, {})
+    (tmp_path / "load.json").write_text(json.dumps({"traces": {"mine": trace}, "costs": {"mine": table.to_dict()}}))
+    asked = ("bench", "simulate", "load.json", "--concurrency", "16,1024", "--rounds", 5)
+    told = run(*asked, "--compiled", "0.json", "--compiled", "2.json", "-o", "s.json", "--plot", "s.png").stdout
+    assert "computed from the compiler's estimates" in told
+    rows = json.loads((tmp_path / "s.json").read_text())["mine"]
+    rates = {(row["concurrency"], row["budget"]): row["rate"] for row in rows}
+    assert rates[1024, "plain"] == pytest.approx(1024)
+    assert rates[1024, "off"] == pytest.approx(3 * 1024 / 1.5, rel=1e-4)
+    assert (tmp_path / "s.png").exists()
+    assert "plain steps only" in refused(*asked, "--compiled", "0.json")
+    assert "give one" in refused(*asked, "--compiled", "0.json", "--costs", "2.json")
 
 
 def test_convert_keeps_the_drafter(drafter_directory, tmp_path):

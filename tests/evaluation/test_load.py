@@ -137,7 +137,7 @@ def test_every_way_is_run_at_every_load(toy_target, helper, tmp_path):
     shown = report.load_table("t", found)
     assert shown.row_count == len(results)
     curves = {way.name: [(n, own[way.name]["rate"], own[way.name]["request_rate"]) for (_, n), own in found.items()] for way in ways}
-    assert plots.save(plots.under_load("t", curves), tmp_path / "p.png").stat().st_size > 1000
+    assert plots.save(plots.under_load("t", curves), tmp_path / "p.png").stat().st_size > 1000  # type: ignore[arg-type]
     values = {"traces": {"lookup": traces["lookup"].to_dict()}, "costs": {"lookup": TABLE.to_dict()}}
     file = report.write_json(tmp_path / "load.json", values)
     trace, own = simulation.read_traces(file)["lookup"]
