@@ -53,11 +53,12 @@ def test_quickstart_on_smollm2(quickstart, monkeypatch):
     assert images == 1
 
 
-def test_the_example_of_the_readme(toy_directory, drafter_directory, monkeypatch, capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_examples_of_the_readme(toy_directory, drafter_directory, monkeypatch, capsys):
+    example = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
     monkeypatch.setattr(models, "smollm2", lambda: toy_directory)
     monkeypatch.setattr(models, "shipped_drafter", lambda: drafter_directory)
-    exec(re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", example).replace("seed=1)", "seed=1, max_new_tokens=6)"), {})
+    example = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", example).replace("seed=1)", "seed=1, max_new_tokens=6)")
+    exec(re.sub(r"slots=\d+, capacity=\d+", "slots=2, capacity=128", example), {})
     assert "the same words: True" in capsys.readouterr().out
 
 
