@@ -205,16 +205,15 @@ def expand(
     k_cache, v_cache = state.cache.layer(0)
     everywhere = base[:, None] + jnp.arange(full, dtype=jnp.int32)[None] // width
     positions = jnp.broadcast_to((base + depth)[:, None], (requests, width)).reshape(-1)
-    kv = memory.k, memory.v
+    kv = [memory.k, memory.v]
 
     def see(q, *new):
-        nonlocal kv
-        kv = tuple(lane_rows.put(old, x, column, width) for old, x in zip(kv, new, strict=True))
+        kv[:] = [lane_rows.put(old, x, column, width) for old, x in zip(kv, new, strict=True)]
         # A kernel reads the cache once for all rows of a request, so rows that are not of this level cost little.
         queries = lane_rows.put(jnp.zeros((requests, full, *q.shape[1:]), q.dtype), q, column, width)
         out = attend(
-            *map(lane_rows.packed, (queries, *kv)), k_cache, v_cache, state.cache.table, rows, everywhere.reshape(-1),
-            scale=model.attention_scale, window=model.sliding_window,
+            lane_rows.packed(queries), lane_rows.packed(kv[0]), lane_rows.packed(kv[1]), k_cache, v_cache, state.cache.table,
+            rows, everywhere.reshape(-1), scale=model.attention_scale, window=model.sliding_window,
         )  # fmt: skip
         return lane_rows.take(out.reshape(queries.shape), column, width)
 
@@ -222,7 +221,7 @@ def expand(
     arguments = (tokens.reshape(-1), lane_rows.packed(left), positions, see, policy.candidates)
     hidden, _, scores, ids = _say(cell, params, config, shared, cell.head(params, config, shared.head), *arguments)
     spread = lambda x: x.reshape(requests, width, -1)  # noqa: E731
-    return spread(ids), spread(scores), Branches(*kv, ancestors, spread(hidden))
+    return spread(ids), spread(scores), Branches(kv[0], kv[1], ancestors, spread(hidden))
 
 
 def _say(
