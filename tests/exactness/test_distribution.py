@@ -1,7 +1,7 @@
-"""Whole sequences of a target that can be enumerated: chains and trees have the distribution computed in closed form.
+"""Whole sequences of a target that can be enumerated: every way of speculating has the distribution computed in closed form.
 
-Under the coupled rule a way of speculating must give plain decoding's text, request by request, and that text is held against the closed
-form by a chi-square test that a correct program fails once in 10,000 times.
+Under the coupled rule a way of speculating must give plain decoding's text, request by request; plain decoding and the rejection rule are
+held against the closed form by chi-square tests, each of which a correct program fails once in 10,000 times. One batch holds all options.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.decoding.dcut import MODES, Policy
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import Text, make_sampling, transform
 from angelspec_jax.decoding.step import Plan, Weights
@@ -24,16 +24,22 @@ from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import forward, logits, target_specs
 
-TOKENS, NEW, REQUESTS = 5, 3, 4000
+TOKENS, NEW, REQUESTS = 5, 3, 2500  # requests for each of the options
 PROMPT = [1, 3, 1]
 OPTIONS = {
     "hot": {"temperature": 1.3},
     "cut": {"temperature": 2.0, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
     "penalized": {"temperature": 0.8, "repetition": 1.5, "frequency": 0.7, "presence": 0.4, "bias": {2: 0.8, 0: -np.inf}},
 }
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0, "bias": {}}
+CUT = Policy(  # budgets by what the round before expected, so that rounds differ in how much they verify
+    jnp.asarray([1.0, 1.1, 1.3], jnp.float32), jnp.float32(0.05), jnp.float32(0.0), mode=jnp.int32(MODES.index("lagged"))
+)
 WAYS = {  # drafter, plan, policy
     "chain": ("dflash", {}, None),
     "tree": ("dflash", {"tree": 6}, None),
+    "lookup": ("lookup:3", {}, None),
+    "early exit, cut": ("early_exit:1:3", {"budgets": (0, 1, 3)}, CUT),
 }
 
 
@@ -61,13 +67,23 @@ def plans(target):
     return make
 
 
-def sequences(plan, weights, options, policy=None):
-    sampling = make_sampling(REQUESTS, seed=11, **options)
-    if policy is not None:
-        costs, draft_cost = policy
-        policy = Policy(jnp.asarray(costs, jnp.float32), jnp.float32(draft_cost), jnp.float32(0.0))
-    found = generate(plan, weights, [PROMPT] * REQUESTS, NEW, sampling=sampling, policy=policy, capacity=8)
-    return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NEW], found
+def sequences(plan, weights, policy=None):
+    """Option -> what its requests said, and what the rounds counted."""
+    given = [OFF | options for options in OPTIONS.values() for _ in range(REQUESTS)]
+    sampling = make_sampling(len(given), seed=11, **{name: [options[name] for options in given] for name in OFF})
+    found = generate(plan, weights, [PROMPT] * len(given), NEW, sampling=sampling, policy=policy, capacity=8)
+    said = np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NEW].reshape(len(OPTIONS), REQUESTS, NEW)
+    return dict(zip(OPTIONS, said, strict=True)), found.statistics
+
+
+@pytest.fixture(scope="module")
+def plain(plans):
+    return sequences(*plans("plain"))[0]
+
+
+@pytest.fixture(scope="module")
+def probabilities(target):
+    return {name: closed_form(target, options) for name, options in OPTIONS.items()}
 
 
 def closed_form(target, options):
@@ -106,11 +122,24 @@ def holds(found, probability):
     assert statistic < scipy.stats.chi2.isf(1e-4, len(expected) - 1), statistic
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_plain_decoding_has_the_distribution(plain, probabilities, name):
+    holds(plain[name], probabilities[name])
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_the_coupled_rule_gives_plain_text_and_its_distribution(target, plans, way):
-    for options in OPTIONS.values():
-        plain, _ = sequences(*plans("plain"), options)
-        drafted, found = sequences(*plans(way), options, WAYS[way][2])
-        np.testing.assert_array_equal(drafted, plain)
-        holds(drafted, closed_form(target, options))
-        assert np.asarray(found.statistics.accepted).sum() > 0
+def test_the_coupled_rule_gives_plain_text(plans, plain, way):
+    drafted, statistics = sequences(*plans(way), WAYS[way][2])
+    for name in OPTIONS:
+        np.testing.assert_array_equal(drafted[name], plain[name])
+    assert np.asarray(statistics.accepted).sum() > 0
+
+
+@pytest.mark.parametrize("way", ["chain"])
+def test_the_rejection_rule_has_the_distribution(plans, plain, probabilities, way):
+    drafted, statistics = sequences(*plans(way, "rejection"), WAYS[way][2])
+    for name in OPTIONS:
+        holds(drafted[name], probabilities[name])
+    assert (drafted["hot"] != plain["hot"]).any()
+    accepted, reached = (np.asarray(getattr(statistics, name)).sum() for name in ("accepted", "reached"))
+    assert 0 < accepted < reached
