@@ -265,8 +265,10 @@ def _chunk_seconds(plan: Plan, weights: Weights, capacity: int, clock) -> float:
 
 
 def _timed(plan, weights, policy, state, active, rounds: int, clock):
-    """Run rounds as the engine does, and the seconds each took."""
-    choice = jnp.zeros(active.shape, jnp.int32) if isinstance(plan.drafter, SeveralConfig) else None
+    """Run rounds as the engine does, and the seconds each took; several drafters are dealt out to the slots in turn."""
+    choice = None
+    if isinstance(plan.drafter, SeveralConfig):
+        choice = jnp.arange(active.shape[0], dtype=jnp.int32) % len(plan.drafter.members)
     jax.block_until_ready(state.tokens)
     begin = clock()
     for _ in range(rounds):

@@ -26,8 +26,8 @@ from angelspec_jax.decoding.generate import check_prompt, even_policy
 from angelspec_jax.decoding.prefixes import Prefixes
 from angelspec_jax.decoding.requests import Feed, Request, Stream
 from angelspec_jax.decoding.router import Router
-from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights
+from angelspec_jax.decoding.sampling import check_bias, make_sampling
+from angelspec_jax.decoding.step import DecodeState, Emitted, Plan, Weights, offers_margins
 from angelspec_jax.decoding.waiting import FairQueue, QueueFull
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.drafter.several import NOBODY, SeveralConfig
@@ -50,7 +50,7 @@ ATTEMPTS = 2  # times a request may be begun when a step fails
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes of an engine."""
+    """Sizes of an engine, and what its programs are compiled for."""
 
     slots: int = 8  # requests decoded at once
     capacity: int = 1024  # tokens a request can hold, prompt included
@@ -58,9 +58,13 @@ class Settings:
     prefixes: int = 4  # finished prompts whose caches are kept for prompts that begin alike; 0 keeps none
     shortest_prefix: int = 16  # tokens in common that are worth a copy
     prefill_chunk: int = 128
+    rule: str = "coupled"  # or "rejection"; see `decoding.acceptance`
+    tree: int | None = None  # nodes of the draft trees; None drafts chains
+    bias_slots: int = 0  # biased tokens a request can have
 
     def __post_init__(self):
-        for name, low in (("slots", 1), ("capacity", 2), ("queue", 1), ("prefixes", 0), ("shortest_prefix", 1), ("prefill_chunk", 1)):
+        lowest = {"slots": 1, "capacity": 2, "queue": 1, "prefixes": 0, "shortest_prefix": 1, "prefill_chunk": 1, "bias_slots": 0}
+        for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
@@ -119,7 +123,7 @@ class Engine:
         router: Router | None = None,
         costs: CostTable | str | None = None,
         budgets: tuple[int, ...] = (),
-        budget: str | float = "retrospective",
+        budget: str | float | None = None,
         confidence: str = "drafter",
         bonus: bool = True,
     ):
@@ -129,7 +133,8 @@ class Engine:
 
         `budgets` are the drafts per slot that a round may have room for (with costs: none, a quarter, a half and all, where not given).
         `budget`, `confidence` and `bonus` name the policy (`costs.dcut_policy`). Measuring takes half a minute the first time, compiling
-        aside, and is kept on disk for this device, model and mesh. Raises ValueError for a table of other budgets.
+        aside, and is kept on disk for this device, model and mesh. Several drafters have one table, measured with the slots dealt out to
+        them in turn. Raises ValueError for a table of other budgets, and for a rule, a tree or a policy that does not fit the drafter.
         """
         self.settings = Settings() if settings is None else settings
         if self.settings.capacity > target.config.max_positions:
@@ -150,8 +155,9 @@ class Engine:
             self._index(name)
         chunk = min(self.settings.prefill_chunk, self.settings.capacity)
         if config is not None and costs is not None and not budgets:
-            budgets = cost_tables.crowd_budgets(config.num_drafts)
-        self.plan = Plan(target.config, config, stop_ids=tuple(target.eos_ids), budgets=budgets, prefill_chunk=chunk)
+            budgets = cost_tables.crowd_budgets(self.settings.tree or config.num_drafts)
+        sizes = {name: getattr(self.settings, name) for name in ("rule", "tree", "bias_slots")}
+        self.plan = Plan(target.config, config, stop_ids=tuple(target.eos_ids), budgets=budgets, prefill_chunk=chunk, **sizes)
         self.weights = Weights(target.params, own, shared)  # type: ignore[arg-type]
         self._table = self._find_costs(costs)
         self._policies: dict[int, Policy] = {}
@@ -184,7 +190,8 @@ class Engine:
         """Ask for an answer; it streams from the returned object.
 
         `prompt` is a text, a conversation, or token ids; `max_new_tokens` None is 256, or what the slot has room for. `sampling` are the
-        options of `make_sampling` (temperature, top_k, top_p, min_p, seed, ...). The text ends before the first of the `stop` strings.
+        options of `make_sampling` (temperature, top_k, top_p, min_p, seed, penalties, and bias where the Settings have `bias_slots`). The
+        text ends before the first of the `stop` strings.
         `drafter` names one of several drafters, or None for none; left out, the router decides. `deadline`: seconds from now, waiting
         included, after which what was said so far is the answer. Clients (any name) share the slots fairly; a higher `priority` goes first,
         and takes the slot of a lower one, which goes on later. Raises ValueError for a prompt that does not fit or an option out of range,
@@ -201,6 +208,11 @@ class Engine:
             raise ValueError(f"{self.target.name} was loaded without a tokenizer, so it knows no stop strings; add its tokenizer.json")
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline must be a positive number of seconds from now, got {deadline}")
+        if bias := sampling.get("bias"):
+            check_bias(bias, self.target.config.vocab_size)
+            if len(bias) > self.plan.bias_slots:
+                most = self.plan.bias_slots
+                raise ValueError(f"bias names {len(bias)} tokens, this engine has room for {most}; give its Settings more bias_slots")
         cancelled = threading.Event()
         choice = [self._route(prompt, tokens) if drafter == ROUTED else self._index(drafter)]
         feed = Feed(cancelled.set, lambda name: choice.__setitem__(0, self._index(name)))
@@ -250,19 +262,31 @@ class Engine:
         """The table that D-cut weighs drafts with."""
         return self._table
 
-    def choose_policy(self, budget: str | float = "retrospective", confidence: str = "drafter", bonus: bool = True) -> None:
-        """Change how drafts are cut, from the next round on; nothing is compiled. Raises ValueError as `costs.dcut_policy` does, and for
-        a policy that needs costs where there are none."""
+    def choose_policy(self, budget: str | float | None = None, confidence: str = "drafter", bonus: bool = True) -> None:
+        """Change how drafts are cut, from the next round on; nothing is compiled.
+
+        Without a `budget`, drafts are weighed where there are costs (retrospective with the coupled rule, lagged with rejection), and all
+        verified where there are none. Raises ValueError as `costs.dcut_policy` does, for a policy that needs costs where there are none,
+        and for confidence by margins where a drafter has none."""
         if self.plan.drafter is None:
-            policies = {size: even_policy(self.plan) for size in self.settings.sizes}
-        elif self._table is None:
-            named = "off" if budget == "retrospective" else budget
-            if named in dcut.MODES:
-                raise ValueError(f"the budget {named!r} weighs drafts by their costs, and this engine has none; pass costs='measure'")
-            policy = cost_tables.dcut_policy(even_policy(self.plan), self.plan.budgets, named, confidence, bonus)
-            policies = dict.fromkeys(self.settings.sizes, policy)
+            self._policies = {size: even_policy(self.plan) for size in self.settings.sizes}
+            return
+        if budget is None and self._table is not None:
+            budget = "retrospective" if self.plan.rule == "coupled" else "lagged"
+        elif budget is None or (budget == "retrospective" and self._table is None):
+            budget = "off"
+        if self._table is None and budget in dcut.MODES:
+            raise ValueError(f"the budget {budget!r} weighs drafts by their costs, and this engine has none; pass costs='measure'")
+        even, dtype = even_policy(self.plan), self.weights.target.embed.dtype
+        if confidence == "margin":
+            state = jax.eval_shape(lambda: slots.create(self.plan, dtype, 1, self.settings.capacity))
+            if not offers_margins(self.plan, self.weights, even, state):
+                drafts = "trees have" if self.plan.tree is not None else f"drafts of {self.plan.drafter.family} have"
+                raise ValueError(f"confidence by margins needs the logits of every draft, and {drafts} none; take confidence='drafter'")
+        names: dict[str, Any] = {"budget": budget, "confidence": confidence, "bonus": bonus, "rule": self.plan.rule}
+        if self._table is None:
+            policies = dict.fromkeys(self.settings.sizes, cost_tables.dcut_policy(even, self.plan.budgets, **names))
         else:
-            names = {"budget": budget, "confidence": confidence, "bonus": bonus}
             policies = {size: self._table.policy(size, **names) for size in self.settings.sizes}
         self._policies = policies
 

@@ -247,6 +247,14 @@ def _catch_up(plan: Plan, weights: Weights, state: DecodeState, drafting) -> Dec
     return dataclasses.replace(state, drafter=drafter, pending=pending)
 
 
+def offers_margins(plan: Plan, weights: Weights, policy: Policy, state: DecodeState) -> bool:
+    """Whether drafts come with the margins that `Policy.margin` reads; nothing is run."""
+    if plan.drafter is None:
+        return False
+    made = jax.eval_shape(lambda weights, state: _draft(plan, weights, policy, state, state.length, state.length, True), weights, state)
+    return made is not None and made.margin is not None
+
+
 def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | None:
     """A draft of at most as many tokens as the largest budget verifies."""
     if drafting is False:

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from angelspec_jax.decoding import slots
+from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.decoding.engine import Engine, QueueFull, Settings
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.drafter.loading import load_drafter
 
 pytest_plugins = ["toy_model"]
 
 SETTINGS = Settings(slots=4, capacity=96, queue=8, prefill_chunk=8, shortest_prefix=4)
+TABLE = CostTable((0, 3), {1: 1.0}, {1: (1.1, 1.3)}, {})
 WAIT = 120  # seconds that nothing takes
 
 
@@ -226,6 +229,26 @@ def test_prompts_that_begin_alike_are_read_in_once(toy_target, toy_drafter, plai
 def test_bad_requests_are_refused_with_a_sentence(engine, asked, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         engine.submit(asked, **{"max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "options", "sentence"),
+    [
+        ("dfly", {"rule": "sampled"}, {}, "rule must be one of coupled, rejection"),
+        ("dfly", {"rule": "rejection", "tree": 5}, {}, "rejection rule verifies chains"),
+        ("lookup:2", {"tree": 5}, {}, "family lookup drafts chains only"),
+        ("dfly", {"tree": 5}, {"budgets": (0, 6)}, "makes 5 drafts a round, a budget asks for 6"),
+        ("dfly", {"tree": 5}, {"confidence": "margin"}, "trees have none; take confidence='drafter'"),
+        ("lookup:2", {}, {"confidence": "margin"}, "drafts of lookup have none"),
+        ("dfly", {}, {"budget": "lagged"}, "this engine has none; pass costs='measure'"),
+        ("dfly", {"rule": "rejection"}, {"costs": TABLE, "budgets": (0, 3), "budget": "retrospective"}, "with rejection choose lagged"),
+        ("dfly", {"bias_slots": -1}, {}, "bias_slots must be at least 0"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused_with_a_sentence(toy_target, toy_drafter, kind, settings, options, sentence):
+    drafter = toy_drafter if kind == "dfly" else load_drafter(kind, toy_target)
+    with pytest.raises(ValueError, match=sentence):
+        Engine(toy_target, drafter, dataclasses.replace(SETTINGS, **settings), **options)
 
 
 def test_nothing_to_say_needs_no_round(engine):
