@@ -13,7 +13,7 @@ SLOW = {
         "angelspec_dflash", "angelspec_dfly_wide_heads", "angelspec_dspark", "deepspec_dflash", "deepspec_dspark_conf_nomarkov",
         "deepspec_dspark_vanilla", "eagle3_llama_vllm_keys_fcnorm", "mtp_dense", "zlab_dflash_wide_heads",
     ),
-    "e2e": ("deepspec_eagle3_trained", "zlab_dflash_random"),
+    "e2e": ("deepspec_eagle3_trained", "zlab_dflash_random", "zlab_dflash_trained"),
     "targets": ("qwen3_bf16", "qwen3_untied"),
     "training": (
         "angelspec_dflare", "angelspec_dflash", "angelspec_dspark", "deepspec_dflash", "deepspec_dspark_rnn", "deepspec_dspark_vanilla",
