@@ -45,6 +45,13 @@ def test_extremes_keep_one_token_and_greedy_rows_stay():
     np.testing.assert_array_equal(np.asarray(picked), np.asarray(jnp.argmax(logits, axis=-1)))
 
 
+def test_the_nucleus_is_taken_after_the_temperature():
+    """At temperature 2 the three likeliest of [2, 1, 0, -1] hold 0.898, so all four are kept; at temperature 1 three hold 0.968."""
+    logits = jnp.asarray([[2.0, 1.0, 0.0, -1.0]] * 2)
+    kept = np.isfinite(np.asarray(transform(logits, make_sampling(2, temperature=[2.0, 1.0], top_p=0.9))))
+    np.testing.assert_array_equal(kept.sum(axis=1), [4, 3])
+
+
 def test_choices_follow_the_distribution():
     """Chi-square over 20,000 draws; with 11 degrees of freedom a correct sampler exceeds 31.3 once in 1,000 runs."""
     logits = jax.random.normal(jax.random.key(3), (1, 12))
