@@ -110,8 +110,8 @@ def test_missing_tensor_is_named(tmp_path, write_model):
 
 
 def test_layers_that_cannot_be_there(tmp_path, write_model):
-    write_model(tmp_path, TOY, num_hidden_layers=2**31 - 1)
-    with pytest.raises(ValueError, match="claims 2147483647 layers but holds only 27 tensors"):
+    write_model(tmp_path, TOY, num_hidden_layers=999)
+    with pytest.raises(ValueError, match="claims 999 layers but holds only 27 tensors"):
         load_target(tmp_path, need_tokenizer=False)
 
 
