@@ -1,16 +1,26 @@
-"""Inputs on which other decoders have failed: rows that only pad."""
+"""Inputs on which other decoders have failed: rows that only pad, ragged numbers of drafts, the last token that fits, sliding windows."""
 
+import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from decoding_bench import PROMPTS, Bench
+import pytest
+from decoding_bench import OPTIONS, PROMPTS, Bench
 
+from angelspec_jax.decoding import generate as generation
+from angelspec_jax.decoding.generate import generate, start
+from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.drafter import block
 from angelspec_jax.drafter.loading import create_drafter
 from angelspec_jax.params import initialize
+from angelspec_jax.target import kv_cache
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import target_specs
+
+LENGTHS = [0, 3, 7]
 
 
 def bench_of(**options) -> Bench:
@@ -21,6 +31,13 @@ def bench_of(**options) -> Bench:
     drafter = create_drafter(target, jax.random.key(1), family="dflash", num_layers=2, block_size=8, taps=2, mask_token=95)
     weights = Weights(params, drafter.params, drafter.shared)
     return Bench(Plan(config, prefill_chunk=8), Plan(config, drafter.config, prefill_chunk=8), weights)
+
+
+def known_table(prompts, texts) -> np.ndarray:
+    table = np.zeros((len(prompts), 64), np.int32)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        table[row, : len(prompt) + len(text)] = [*prompt, *text]
+    return table
 
 
 def test_requests_that_only_pad_change_nothing():
@@ -34,3 +51,72 @@ def test_requests_that_only_pad_change_nothing():
     for name in ("rounds", "verified", "accepted"):
         np.testing.assert_array_equal(getattr(padded.statistics, name)[:3], getattr(alone.statistics, name))
     assert int(padded.statistics.rounds[3]) == 0
+
+
+def test_ragged_numbers_of_drafts_commit_what_a_replay_would(knowing, monkeypatch):
+    """No, three and seven drafts verified side by side, some of them wrong: text and caches are those of reading the text in."""
+    bench, prompts = bench_of(), PROMPTS[:3]
+    texts = bench.alone(prompts, new=40)
+    knowing(known_table(prompts, texts), wrong=[17, 23])
+    drafted = block.draft
+    kept = jnp.arange(7, dtype=jnp.int32)[None] < jnp.asarray(LENGTHS, jnp.int32)[:, None]
+
+    def ragged(*arguments):
+        made = drafted(*arguments)
+        return dataclasses.replace(made, survival=jnp.where(kept, made.survival, 0.0))
+
+    monkeypatch.setattr(block, "draft", ragged)
+    state, policy = start(bench.speculative, bench.weights, prompts, 40, capacity=64)
+    state = generation.jitted_prefill(bench.speculative, bench.weights, state)
+    for _ in range(4):
+        state, emitted = generation.jitted_step(bench.speculative, bench.weights, policy, state)
+        assert np.asarray(emitted.report.kept).tolist() == LENGTHS
+    ends = np.asarray(state.length).tolist()
+    said = [np.asarray(state.tokens)[row, :end].tolist() for row, end in enumerate(ends)]
+    assert said == [[*prompt, *text][:end] for prompt, text, end in zip(prompts, texts, ends, strict=True)]
+    assert ends[0] == len(prompts[0]) + 4
+    assert len(prompts[2]) + 4 < ends[2] < len(prompts[2]) + 4 * 8  # some drafts were right and some wrong
+    replay, _ = start(bench.speculative, bench.weights, said, 1, capacity=64)
+    replay = generation.jitted_prefill(bench.speculative, bench.weights, replay)
+    for found, expected in ((state.cache, replay.cache), (state.drafter.cache, replay.drafter.cache)):
+        for mine, theirs in zip(jax.tree.leaves((found.k, found.v)), jax.tree.leaves((expected.k, expected.v)), strict=True):
+            axis = mine.shape.index(64)
+            for row, end in enumerate(ends):
+                one, other = (np.moveaxis(np.asarray(x[row]), axis - 1, 0)[: end - 1] for x in (mine, theirs))
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+def test_the_last_token_that_fits_leaves_the_neighbour_alone(knowing, monkeypatch, page):
+    """Prompt and answer fill the capacity exactly while blocks of eight right drafts reach past it."""
+    monkeypatch.setattr(kv_cache, "native_page", lambda: page)
+    bench, prompts, new = bench_of(), [[5] * 59, [7, 7]], [5, 62]
+    texts = bench.alone(prompts, new=new)
+    assert [len(text) for text in texts] == new
+    knowing(known_table(prompts, texts))
+    full = bench.drafted(prompts, new=new)
+    assert full.texts() == texts
+    assert np.asarray(full.statistics.rounds).tolist() == [1, 8]
+
+
+@pytest.mark.parametrize("tree", [None, 12])
+def test_a_sliding_window_moves_on_inside_a_block(tree):
+    """The edge of the window lies in the committed text, elsewhere for every row of a round; 12 + 24 tokens pass it."""
+    bench = bench_of(sliding_window=9)
+    drafted = bench.drafted(tree=tree, options=OPTIONS["all"])
+    assert drafted.texts() == bench.alone(options=OPTIONS["all"])
+    assert drafted.texts() != bench_of().alone(options=OPTIONS["all"])
+    assert np.asarray(drafted.statistics.accepted).sum() > 0
+
+
+@pytest.mark.parametrize("tree", [None, 9])
+def test_log_probabilities_of_verified_tokens_are_plain_decodings(make_bench, tree):
+    bench = make_bench()
+    sampling = make_sampling(4, seed=7, repetition=1.2, **OPTIONS["all"])
+    plans = dataclasses.replace(bench.plain, logprobs=True), dataclasses.replace(bench.speculative, logprobs=True, tree=tree)
+    alone, drafted = (generate(plan, bench.weights, PROMPTS, 24, sampling=sampling, capacity=64) for plan in plans)
+    assert drafted.texts() == alone.texts()
+    assert np.asarray(drafted.statistics.accepted).sum() > 0
+    for mine, theirs in zip(drafted.text_logprobs(), alone.text_logprobs(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+        assert max(theirs) <= 0
