@@ -28,7 +28,7 @@ from angelspec_jax.decoding import generate
 from angelspec_jax.decoding.step import DecodeState, Plan, Weights, speculative_step
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.config import DrafterConfig
-from angelspec_jax.drafter.registry import AnyConfig
+from angelspec_jax.drafter.registry import TrainableConfig
 from angelspec_jax.drafter.types import Shared
 from angelspec_jax.target import hf, kv_cache
 from angelspec_jax.target.attention import uniform_rows
@@ -147,7 +147,7 @@ class Models:
     """Target and drafter by their shapes."""
 
     target: TransformerConfig
-    drafter: AnyConfig
+    drafter: TrainableConfig
     dtype: Any
     draft_vocab: int | None
 

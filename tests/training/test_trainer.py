@@ -17,7 +17,7 @@ import tiny_run
 from safetensors.numpy import load_file
 
 from angelspec_jax.drafter.loading import create_drafter, load_drafter
-from angelspec_jax.training import prepare, trainer
+from angelspec_jax.training import prepare, trainer, warm
 from angelspec_jax.training.checkpoint import Checkpoints
 from angelspec_jax.training.progress import Clock, Journal
 
@@ -191,13 +191,13 @@ def test_answer_cut_by_a_limit_does_not_teach_the_end(target, tmp_path):
 def test_warm_start_copies_target_layers(target, tmp_path):
     section = dataclasses.replace(tiny_run.make_config(tmp_path).drafter, layers=2)
     drafter = create_drafter(target, jax.random.key(0), **prepare.drafter_options(section, target))
-    params = prepare.warm_start(drafter.params, target)
+    params = warm.start(drafter, target)
     np.testing.assert_array_equal(params.layers[1].down, target.params.layers[1].down)
     np.testing.assert_array_equal(params.layers[0].q_norm, np.ones(4))
     assert params.layers[0].qkv is not target.params.layers[0].qkv
     narrow = create_drafter(target, jax.random.key(0), **prepare.drafter_options(dataclasses.replace(section, heads=2), target))
     with pytest.raises(ValueError, match="drafter.init=target needs draft layers of the target's shape"):
-        prepare.warm_start(narrow.params, target)
+        warm.start(narrow, target)
 
 
 def test_a_run_may_start_from_a_saved_drafter(undisturbed, target, tmp_path):
