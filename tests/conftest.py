@@ -1,6 +1,7 @@
 """One environment for every test: CPU with eight virtual devices, strict array semantics, compiled programs kept between runs."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = {
@@ -17,12 +18,23 @@ import annotation_checks  # noqa: E402
 annotation_checks.install(("angelspec_jax", "pallas_kernels"))
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 from angelspec_jax.mesh import enable_compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 enable_compilation_cache(os.path.expanduser("~/.cache/angelspec-jax/compiled-tests"))
+
+
+QUICK = ("decoding", "exactness", "goldens")  # many programs, each of them tiny and run a few times
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """LLVM's expensive passes would cost these tests more than they save; set before any fixture compiles."""
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    jax.config.update("jax_disable_most_optimizations", room in QUICK)
 
 
 def pytest_addoption(parser):

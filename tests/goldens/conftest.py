@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import pytest
 from parity import case as cases
 
@@ -33,15 +32,6 @@ def pytest_generate_tests(metafunc):
     slow = {HERE / group / name for group, names in SLOW.items() for name in names} if given is None else set()
     marked = [pytest.param(folder, marks=pytest.mark.slow) if folder in slow else folder for folder in folders]
     metafunc.parametrize("folder", marked, ids=[str(folder.relative_to(root)) for folder in folders])
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Every program here is tiny and runs a few times: LLVM's expensive passes would cost more than they save."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_terminal_summary(terminalreporter):
