@@ -65,7 +65,7 @@ def test_tree_attention(chip, heads, groups, size, dtype, cache_dtype, window, s
     cache_bytes = sum(x.size * x.dtype.itemsize for x in (*arguments[3:5], *factors) if x is not None)
     assert report.temporary_bytes < MIB
     # The compiler may move the small arrays of scales through on-chip memory first, and counts that as well.
-    assert report.bytes_accessed < (1.1 if scaled is None else 1.3) * cache_bytes
+    assert report.bytes_accessed < 1.1 * cache_bytes
 
 
 @pytest.mark.tpu_aot

@@ -115,6 +115,12 @@ def test_layers_that_cannot_be_there(tmp_path, write_model):
         load_target(tmp_path, need_tokenizer=False)
 
 
+def test_more_layers_than_any_model_has(tmp_path, write_model):
+    write_model(tmp_path, TOY, num_hidden_layers=2**31 - 1)
+    with pytest.raises(ValueError, match="num_hidden_layers 2147483647 is more than any model has"):
+        load_target(tmp_path, need_tokenizer=False)
+
+
 def test_wrong_shape_is_named(tmp_path, write_model):
     write_model(tmp_path, TOY, intermediate_size=23)
     with pytest.raises(ValueError, match=r"gate_proj\.weight has shape \[24, 16\] but the configuration implies \[23, 16\]"):
