@@ -1,8 +1,8 @@
 """Checkpoint layout of MTP modules, in and out: AngelSpec's export, which serving engines and the targets that carry a module share.
 
 The tensors stand at `model.layers.<N>.`, N being the number of the target's layers, and config.json is the target's with
-`num_nextn_predict_layers`. Inside this file a tensor goes by its name below that prefix. Training checkpoints of AngelSpec call the layer
-`midlayer.` and the rest by their plain names.
+`num_nextn_predict_layers`. Inside this file a tensor goes by its name below that prefix. What AngelSpec's trainer writes before that export
+is another form of the same (layout_mtp_training.py), which is read too and written as the layout "angelspec_training".
 """
 
 import dataclasses
@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from angelspec_jax.drafter import layout_mtp_training as training
 from angelspec_jax.drafter.layout_settings import CONFIG, DRAFT_IDS, Overrides, how_to_answer, read_draft_ids, rope_scaling
 from angelspec_jax.drafter.layout_source import Renamed, plain_leaf, read_leaves, strip, transposed_leaf
 from angelspec_jax.drafter.mtp import MTP, MTPConfig, drafter_specs
 from angelspec_jax.target import hf
 from angelspec_jax.target.config import TransformerConfig
-from angelspec_jax.target.layout import HEAD_NORMS, TensorSource, layer_leaves, layer_tensors
+from angelspec_jax.target.layout import HEAD_NORMS, TensorSource, check_counts, layer_leaves, layer_tensors
 
 FAMILIES = ("mtp",)
-EXPORTS = ("angelspec", "vllm")  # the same thing under two names
+TRAINING = "angelspec_training"
+EXPORTS = ("angelspec", "vllm", TRAINING)  # the first two are the same thing under two names
 POSTNORM, DRAFTS = "mtp_draft_input_postnorm", "num_speculative_tokens"  # AngelSpec's name of the switch, and ours of the depth
 AT_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-DROPPED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")  # the target's
+DROPPED = ("embed_tokens.weight", "lm_head.weight", "lm_head_weight", "shared_head.head.weight")  # the target's
 ARCHITECTURES = {"hy3": ("HYV3ForCausalLM", "hy_v3"), "qwen3": ("Qwen3MoeForCausalLM", "qwen3_moe")}
 
 
@@ -33,6 +35,8 @@ def read(
 ) -> tuple[MTP, MTPConfig, Int[np.ndarray, "V'"] | None]:
     """Parameters, configuration and draft vocabulary of an MTP checkpoint, or of the module a target's own checkpoint carries."""
     del family
+    if training.is_training(settings):
+        settings = training.as_target(settings, answers, tensors.path / CONFIG)
     source, depth = open_module(tensors, settings)
     draft_ids = read_draft_ids(source, settings)
     postnorm = settings.get(POSTNORM) if answers.input_postnorm is None else answers.input_postnorm
@@ -51,16 +55,18 @@ def read(
         draft_vocab=None if draft_ids is None else len(draft_ids),
         **({} if drafts is None else {"num_drafts": drafts}),
     )
-    return read_leaves(source, drafter_leaves(config), drafter_specs(config), extra=(DRAFT_IDS,)), config, draft_ids
+    leaves = drafter_leaves(config, fused=_is_fused(source, config.transformer))
+    return read_leaves(source, leaves, drafter_specs(config), extra=(DRAFT_IDS,)), config, draft_ids
 
 
 def export(
     params: MTP, config: MTPConfig, layout: str, draft_ids: Int[np.ndarray, "V'"] | None, copies: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tensors and config.json in this layout. ValueError where it cannot express them."""
-    del copies
     if layout not in EXPORTS:
         raise ValueError(f"an MTP module cannot be exported to the layout {layout!r}; choose one of {', '.join(EXPORTS)}")
+    if layout == TRAINING:
+        return _training_export(params, config, draft_ids, copies)
     if draft_ids is not None and layout != "angelspec":
         raise ValueError(f"the {layout} layout of MTP has no place for a reduced draft vocabulary; use angelspec")
     prefix = f"model.layers.{config.target_num_layers}."
@@ -114,15 +120,19 @@ def open_module(tensors: TensorSource, settings: Mapping[str, Any]) -> tuple[Ren
     return Renamed(tensors, rename), depth
 
 
-def drafter_leaves(config: MTPConfig) -> MTP:
-    """Where each parameter comes from, by plain name, in the tree of `drafter_specs(config)`."""
+def drafter_leaves(config: MTPConfig, *, fused: bool = False) -> MTP:
+    """Where each parameter comes from, by plain name, in the tree of `drafter_specs(config)`; `fused` experts are stored together."""
     model = config.transformer
     d = model.hidden_size
+    layer = layer_leaves(model, "", model.is_sparse(0))
+    if fused and model.moe is not None:
+        gate_up, down = training.fused_leaves(model.moe, d)
+        layer = layer.replace(moe=layer.moe.replace(gate_up=gate_up, down=down))
     return MTP(
         embed_norm=plain_leaf("enorm.weight", (d,)),
         hidden_norm=plain_leaf("hnorm.weight", (d,)),
         projection=transposed_leaf("eh_proj.weight", (d, 2 * d)),
-        layer=layer_leaves(model, "", model.is_sparse(0)),
+        layer=layer,
         norm=plain_leaf("final_layernorm.weight", (d,)),
     )
 
@@ -136,6 +146,36 @@ def drafter_tensors(params: MTP, config: MTPConfig) -> dict[str, np.ndarray]:
         "final_layernorm.weight": np.asarray(params.norm),
         **layer_tensors(params.layer, config.transformer, ""),
     }
+
+
+def _is_fused(source: Renamed, model: TransformerConfig) -> bool:
+    """Whether the experts are stored together. ValueError where there are others than config.json says, before a leaf is made for each."""
+    if model.moe is None:
+        return False
+    shape = source.shape(training.GATE) if training.GATE in source.original else None
+    if shape is None:
+        check_counts(model, len(source.original), source.path)
+    elif shape[:1] != (model.moe.num_experts,):
+        raise ValueError(f"{source.path}: {training.GATE} has shape {list(shape)} but config.json claims {model.moe.num_experts} experts")
+    return shape is not None
+
+
+def _training_export(params: MTP, config: MTPConfig, draft_ids, copies: Mapping[str, np.ndarray]):
+    """Tensors and config.json of AngelSpec's training form; `copies` may hold the target's "embed"."""
+    moe = config.transformer.moe
+    if draft_ids is not None:
+        raise ValueError(f"the {TRAINING} layout of MTP has no place for a reduced draft vocabulary; use angelspec")
+    if moe is not None and moe.names != "hy3":
+        raise ValueError(f"the {TRAINING} layout has no place for experts routed as {moe.names}'s; use angelspec")
+    if config.transformer.rope.scaling is not None:
+        raise ValueError(f"the {TRAINING} layout has no place for rope scaling; use angelspec")
+    tensors = {name: value for name, value in drafter_tensors(params, config).items() if not name.startswith("mlp.experts.")}
+    if moe is not None and params.layer.moe is not None:
+        tensors |= training.fused_tensors(params.layer.moe, moe)
+    tensors = {training.trained_name(name): value for name, value in tensors.items()}
+    if "embed" in copies:
+        tensors["embed_tokens.weight"] = np.asarray(copies["embed"])
+    return tensors, training.settings_of(_settings(config) | {"qk_norm": config.transformer.qk_norm is not None})
 
 
 def _transformer(source: Renamed, settings: Mapping[str, Any], answers: Overrides) -> TransformerConfig:
