@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from angelspec_jax import mesh as meshes
 from angelspec_jax.config import OptimizationSection
+from angelspec_jax.decoding import slots
 from angelspec_jax.decoding.engine import Engine, Settings
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
@@ -80,15 +81,29 @@ def _train(target, drafter, batch, steps: int = 3):
     return np.array(losses), state.params
 
 
-def test_the_engine_serves_from_a_mesh(spread, alone):
+def test_the_engine_serves_from_a_mesh(spread, alone, monkeypatch):
+    """Texts are those of one device, greedily and by seed, while slots lie on the batch axes and heads on the tensor axis throughout."""
     target, drafter = spread
-    random = np.random.default_rng(2)
-    prompts = [random.integers(0, 250, size).tolist() for size in (3, 9)]
+    random, lies = np.random.default_rng(2), []
+    prompts, options = [random.integers(0, 250, size).tolist() for size in (3, 9)], {"temperature": [0.0, 0.9], "seed": 5}
     plan = Plan(target.config, stop_ids=tuple(target.eos_ids))
-    expected = generate(plan, Weights(alone[0].params), prompts, 8, capacity=32).texts()
+    expected = generate(plan, Weights(alone[0].params), prompts, 8, sampling=make_sampling(2, **options), capacity=32).texts()
+    step = slots.step
+
+    def watched(*arguments):
+        state, emitted = step(*arguments)
+        lies.append([x.sharding.spec for x in (state.cache.k[0], state.cache.v[3], state.drafter.cache.k[0], state.tokens)])
+        return state, emitted
+
+    monkeypatch.setattr(slots, "step", watched)
     with Engine(target, drafter, Settings(slots=2, capacity=32, prefill_chunk=8)) as engine:
-        streams = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
+        with engine._lock:  # both are there before either is served
+            streams = [engine.submit(p, max_new_tokens=8, temperature=0.9 * i, seed=5 + i) for i, p in enumerate(prompts)]
         assert [[token for delta in stream for token in delta.tokens] for stream in streams] == expected
+    heads, rows = PartitionSpec("fsdp", "tensor"), PartitionSpec("fsdp")  # two slots cannot lie on all four parts of data x fsdp
+    assert [heads, heads, heads, rows] in lies
+    alone = PartitionSpec(None, "tensor")
+    assert all(found in ([heads, heads, heads, rows], [alone, alone, alone, PartitionSpec()]) for found in lies)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

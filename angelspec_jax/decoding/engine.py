@@ -7,6 +7,7 @@ company, and after an interruption, which throws the slot away and reads in agai
 """
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -159,7 +160,10 @@ class Engine:
         sizes = {name: getattr(self.settings, name) for name in ("rule", "tree", "bias_slots")}
         self.plan = Plan(target.config, config, stop_ids=tuple(target.eos_ids), budgets=budgets, prefill_chunk=chunk, **sizes)
         self.weights = Weights(target.params, own, shared)  # type: ignore[arg-type]
-        self._table = self._find_costs(costs)
+        mesh = getattr(target.params.embed.sharding, "mesh", None)
+        self._mesh = mesh if mesh is not None and mesh.size > 1 else None
+        with self._on_mesh():
+            self._table = self._find_costs(costs)
         self._policies: dict[int, Policy] = {}
         self.choose_policy(budget, confidence, bonus)
         self.watch: Callable[[Round], None] | None = None  # called with every round, from the engine's thread
@@ -168,7 +172,8 @@ class Engine:
         self._lock = threading.Condition()
         self._closing = self._aborting = False
         self._submitted = 0
-        self._forget()
+        with self._on_mesh():
+            self._forget()
         self._thread = threading.Thread(target=self._run, name="angelspec-engine", daemon=True)
         self._thread.start()
 
@@ -244,6 +249,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile every program now, so that no request waits for it; call it before the first one."""
+        with self._on_mesh():
+            self._compile()
+
+    def _compile(self) -> None:
         plan, sizes, capacity = self.plan, self.settings.sizes, self.settings.capacity
         single = slots.create(plan, self._dtype, 1, capacity)
         for width in {plan.prefill_chunk, min(SHORT_CHUNK, plan.prefill_chunk)}:
@@ -311,6 +320,10 @@ class Engine:
     def __exit__(self, *exception):
         self.close()
 
+    def _on_mesh(self):
+        """The mesh of the target's parameters as that of programs traced inside: states follow it, and kernels are mapped over it."""
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
     def _find_costs(self, costs: CostTable | str | None) -> CostTable | None:
         if costs is None or self.plan.drafter is None:
             return None
@@ -350,6 +363,10 @@ class Engine:
     # The engine's thread
 
     def _run(self) -> None:
+        with self._on_mesh():
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             with self._lock:
                 while not (self._queue or self._reading or self._flight or any(self._owners)):
