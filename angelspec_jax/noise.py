@@ -34,10 +34,11 @@ def uniform(seeds: UInt32[Array, "*N"], positions: Int[Array, "*N"], ids: Int[Ar
     return _unit(jnp.where(ids % 2 == 0, even, odd))
 
 
-def reseed(seeds: UInt32[Array, "*N"], role: int) -> UInt32[Array, "*N"]:
-    """Seeds of another stream: what is drawn with them is independent of what is drawn with `seeds` in any role."""
+def reseed(seeds: UInt32[Array, "*N"], role: int, positions: Int[Array, "*N"] | None = None) -> UInt32[Array, "*N"]:
+    """Seeds of another stream, or of one for each position: what is drawn with them is independent of what `seeds` draw in any role."""
     zeros = jnp.zeros((*seeds.shape, 1), jnp.uint32)
-    word, _ = _hash(seeds, jnp.zeros(seeds.shape, jnp.uint32), zeros, 2**31 + role)
+    positions = jnp.zeros(seeds.shape, jnp.int32) if positions is None else positions
+    word, _ = _hash(seeds, positions, zeros, 2**31 + role)
     return word[..., 0]
 
 

@@ -262,8 +262,9 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
 
     def propose():
         # Drafts use the target's own noise, which raises the coupled rule's hit rate; at temperature 0 they are greedy. The rejection rule
-        # asks for noise of their own.
-        seeds = state.sampling.seeds if plan.rule == "coupled" else noise.reseed(state.sampling.seeds, noise.DRAFT)
+        # asks for noise of their own, and of the round alone: drafts behind a rejected one are forgotten, but the estimates that choose
+        # the next budget have seen them, so what is drawn next at their places must not depend on them.
+        seeds = state.sampling.seeds if plan.rule == "coupled" else noise.reseed(state.sampling.seeds, noise.DRAFT, prefix)
         drawing = Noise(seeds, state.sampling.temperature)
         least = dcut.min_survival(policy, plan.budgets, anchor.shape[0], jnp.sum(~state.finished))
         options = DraftPolicy(least, plan.candidates)
