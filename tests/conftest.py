@@ -9,6 +9,9 @@ FLAGS = {
     # Eight devices on a busy machine of two cores may wait for each other longer than XLA's patience of 40 seconds.
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+    # The suite's time is compilation: older fusion code and one module a program halve it. XLA_FLAGS set outside wins over all of these.
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([given, *(f"--{name}={value}" for name, value in FLAGS.items() if name not in given)]).strip()
@@ -35,6 +38,13 @@ def pytest_runtest_setup(item):
     """LLVM's expensive passes would cost these tests more than they save; set before any fixture compiles."""
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     jax.config.update("jax_disable_most_optimizations", room in QUICK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_file():
+    """Every compiled program holds memory maps, of which Linux grants a process 65,530: beyond them the compiler dies."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_addoption(parser):
