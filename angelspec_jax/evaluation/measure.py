@@ -47,6 +47,7 @@ class Measurement:
     records: list[dict[str, Any]]  # one a prompt
     policy: dict[str, Any] | None  # seconds of a round by budget and of drafting, where drafting was adaptive
     left_out: int  # prompts that leave no room in the model's context
+    texts: list[list[int]]  # what was said with the drafter, one a prompt
 
     def survival(self) -> dict[str, tuple[float, ...]]:
         return {domain: found.survival for domain, found in self.acceptance.items() if domain != ALL}
@@ -99,7 +100,7 @@ def measure(
     left_out = len(encoded) - len(kept)
     if timed:
         return _against_plain(target, drafter, kept, options, capacity, left_out, policy, progress)
-    found, records = [], []
+    found, records, texts = [], [], []
     plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
     if options.adaptive and policy is None:
         policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree)
@@ -108,9 +109,10 @@ def measure(
         generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
         found.append((domain, tau.acceptance(generation)))
         records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(found[-1][1])})
+        texts += generation.texts()
         if progress is not None:
             progress(index + 1, len(kept))
-    return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out)
+    return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out, texts)
 
 
 def capacity_for(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_drafts: int) -> int:
@@ -144,7 +146,8 @@ def _against_plain(
         comparisons.append(compared)
         records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(counted), **_times(pair), **dataclasses.asdict(compared)})
     speeds = {domain: throughput.speed(group) for domain, group in _groups([(d, p) for (d, _), p in zip(kept, pairs, strict=True)]).items()}
-    return Measurement(_pooled(found), speeds, tau.agreement(comparisons), records, _described(plan, policy), left_out)
+    texts = [list(pair.speculative.tokens) for pair in pairs]
+    return Measurement(_pooled(found), speeds, tau.agreement(comparisons), records, _described(plan, policy), left_out, texts)
 
 
 def _described(plan: Plan, policy: Policy | None) -> dict[str, Any] | None:

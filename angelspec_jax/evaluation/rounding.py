@@ -17,6 +17,7 @@ from angelspec_jax.target.loading import Target
 from angelspec_jax.target.transformer import TargetParams, logits
 
 ROWS = 64  # positions that have logits at one time
+TOGETHER = 8  # prompts that are answered at one time: the weights are read once for all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +57,18 @@ def answer(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], max_new
     if not kept:
         raise ValueError(f"no prompt leaves room for {max_new_tokens} new tokens in the context of {target.config.max_positions} tokens")
     capacity = -(-(max(map(len, kept)) + max_new_tokens) // 128) * 128
-    return Answers(kept, [_say(target, ids, max_new_tokens, capacity) for ids in kept], max_new_tokens, capacity)
+    return Answers(kept, _say(target, kept, max_new_tokens, capacity), max_new_tokens, capacity)
 
 
-def compare(stored: Answers, rounded: Target) -> Difference:
-    """The rounded model's own answers, and its choices along the stored model's."""
+def compare(stored: Answers, rounded: Target, answers: Sequence[list[int]] | None = None) -> Difference:
+    """The rounded model's own answers, and its choices along the stored model's.
+
+    `answers` are its greedy answers where they are known; speculative ones are the same.
+    """
+    if answers is None:
+        answers = _say(rounded, stored.prompts, stored.max_new_tokens, stored.capacity)
     same = common = agreed = 0
-    for prompt, said in zip(stored.prompts, stored.answers, strict=True):
-        own = _say(rounded, prompt, stored.max_new_tokens, stored.capacity)
+    for prompt, said, own in zip(stored.prompts, stored.answers, answers, strict=True):
         same += own == said
         common += next((at for at, (a, b) in enumerate(zip(own, said, strict=False)) if a != b), min(len(own), len(said)))
         whole = np.zeros(stored.capacity, np.int32)
@@ -73,8 +78,16 @@ def compare(stored: Answers, rounded: Target) -> Difference:
     return Difference(len(stored.prompts), same, sum(map(len, stored.answers)), common, agreed)
 
 
-def _say(target: Target, prompt: list[int], new: int, capacity: int) -> list[int]:
-    return generate(*text.prepare(target), [prompt], new, capacity=capacity).texts()[0]
+def _say(target: Target, prompts: list[list[int]], new: int, capacity: int) -> list[list[int]]:
+    """Greedy answers by one compiled program: the last batch is filled up with requests that say nothing."""
+    plan, weights = text.prepare(target)
+    together, said = min(TOGETHER, len(prompts)), []
+    for start in range(0, len(prompts), together):
+        batch = prompts[start : start + together]
+        idle = together - len(batch)
+        limits = [new] * len(batch) + [0] * idle
+        said += generate(plan, weights, batch + [[0]] * idle, limits, capacity=capacity).texts()[: len(batch)]
+    return said
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -21,6 +21,12 @@ def test_the_stored_model_does_not_differ_from_itself(stored, toy_target):
     assert (found.prompts, found.same) == (3, 3)
     assert found.tokens == found.common == found.agreed == sum(map(len, stored.answers)) > 3
     assert "3 of 3 answers are the same, 100.0% of their tokens" in str(found)
+    assert rounding.compare(stored, toy_target, [[*said[:-1], 259] for said in stored.answers]).same == 0  # the given answers count
+
+
+def test_answers_do_not_depend_on_the_batch(stored, toy_target, monkeypatch):
+    monkeypatch.setattr(rounding, "TOGETHER", 2)  # the last of three prompts beside one that says nothing
+    assert rounding.answer(toy_target, PROMPTS, 12) == stored
 
 
 def test_a_rounded_model_is_compared_token_by_token(stored, toy_directory):
