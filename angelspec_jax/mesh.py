@@ -1,7 +1,7 @@
 """The device mesh and the rules that map logical parameter axes to it.
 
 Mesh axes: `data` (requests, sequences), `fsdp` (parameters and optimizer state, also sequences in training), `tensor` (heads, feed-forward
-width, vocabulary).
+width, vocabulary). Training on long texts adds `sequence`, over which the tokens of every sequence lie; a mesh without it has no such axis.
 """
 
 import os
@@ -16,12 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from angelspec_jax.params import map_params
 
 AXES = ("data", "fsdp", "tensor")
+SEQUENCE = "sequence"
 
 # Logical axis -> mesh axis or axes. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips); one that
-# does not divide by several together is spread over the last ones that it does divide by.
+# does not divide by several together is spread over the last ones that it does divide by. Parameters are shared out over devices that hold
+# parts of one sequence as over those that hold different ones.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", SEQUENCE),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -30,23 +32,60 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 }
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """A mesh of `data x fsdp x tensor` devices; one of the three may be -1 and takes what is left."""
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None, sequence: int = 1) -> Mesh:
+    """A mesh of `data x fsdp x tensor` devices; one of them may be -1 and takes what is left.
+
+    With `sequence` other than 1 it has an axis of that name before `tensor`: tokens of a sequence then lie on neighbouring devices.
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor]
-    if sizes.count(-1) > 1:
-        raise ValueError(f"at most one mesh axis may be -1, got data={data} fsdp={fsdp} tensor={tensor}")
-    known = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = max(1, len(devices) // known)
-    if int(np.prod(sizes)) != len(devices):
-        shape, needed = "x".join(map(str, sizes)), int(np.prod(sizes))
-        raise ValueError(f"mesh {shape} (data x fsdp x tensor) needs {needed} devices, there are {len(devices)}")
-    return Mesh(device_grid(sizes, devices), AXES)
+    sizes = {"data": data, "fsdp": fsdp, SEQUENCE: sequence, "tensor": tensor}
+    if sequence == 1:
+        del sizes[SEQUENCE]
+    shape, names = "x".join(str(size) for size in sizes.values()), " x ".join(sizes)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ValueError(f"at most one mesh axis may be -1, got {' '.join(f'{name}={size}' for name, size in sizes.items())}")
+    known = int(np.prod([size for size in sizes.values() if size != -1]))
+    for name in open_axes:
+        sizes[name] = max(1, len(devices) // known)
+    if int(np.prod(list(sizes.values()))) != len(devices):
+        shape, needed = "x".join(str(size) for size in sizes.values()), int(np.prod(list(sizes.values())))
+        raise ValueError(f"mesh {shape} ({names}) needs {needed} devices, there are {len(devices)}")
+    return Mesh(device_grid(tuple(sizes.values()), devices), tuple(sizes))
+
+
+def is_ours(mesh) -> bool:
+    """Whether a mesh, abstract or not, has this package's axes."""
+    return set(mesh.axis_names) - {SEQUENCE} == set(AXES)
+
+
+def sequence_parts(mesh=None) -> int:
+    """Over how many devices the tokens of a sequence lie, on `mesh` or the one that the program is traced for under `jax.set_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return mesh.shape.get(SEQUENCE, 1) if is_ours(mesh) else 1
+
+
+def dealt_axes(batch: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Mesh axes of rows that are dealt over the sequence axis first and then lie as the batch does."""
+    return (SEQUENCE, *((batch,) if isinstance(batch, str) else batch or ()))
+
+
+def batch_share(processes: np.ndarray, process: int) -> tuple[int, int]:
+    """(which, of how many) equal slices of a batch a process holds, given the process of every device [batch shards, other axes].
+
+    Processes that hold parts of the same sequences have the same slice. Raises ValueError where slices are not of one size and in order.
+    """
+    owned = [tuple(np.flatnonzero((processes == one).any(axis=1))) for one in np.unique(processes)]
+    own = tuple(np.flatnonzero((processes == process).any(axis=1)))
+    size, slices = len(own), sorted(set(owned))
+    expected = [tuple(range(start, start + size)) for start in range(0, len(processes), size)]
+    if slices != expected:
+        raise ValueError("not every process has an equal slice of the batch; make mesh.data x mesh.fsdp a multiple of the processes")
+    return slices.index(own), len(slices)
 
 
 def device_grid(sizes: Sequence[int], devices: Sequence) -> np.ndarray:
-    """Devices as an array of `sizes` (data, fsdp, tensor), neighbours in the array being neighbours in the machine.
+    """Devices as an array of `sizes` (data, fsdp, perhaps sequence, tensor), neighbours in the array being neighbours in the machine.
 
     Slices of TPUs are joined by the data-centre network (DCN), far slower than the links inside a slice (ICI). Only the outermost axis that
     the number of slices divides crosses it: `data`, else `fsdp`, whose traffic is once a step; never `tensor`. Inside a slice the
@@ -60,8 +99,9 @@ def device_grid(sizes: Sequence[int], devices: Sequence) -> np.ndarray:
     across = next((axis for axis in (0, 1) if sizes[axis] % slices == 0), None)
     if across is None:
         shape = "x".join(map(str, sizes))
-        raise ValueError(f"mesh {shape} (data x fsdp x tensor) does not spread over {slices} slices; make mesh.data a multiple of {slices}")
-    outer = [slices if axis == across else 1 for axis in range(3)]
+        names = "data x fsdp x tensor" if len(sizes) == len(AXES) else "data x fsdp x sequence x tensor"
+        raise ValueError(f"mesh {shape} ({names}) does not spread over {slices} slices; make mesh.data a multiple of {slices}")
+    outer = [slices if axis == across else 1 for axis in range(len(sizes))]
     inner = [size // parts for size, parts in zip(sizes, outer, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(inner, outer, list(devices), allow_split_physical_axes=True)
 
@@ -73,9 +113,10 @@ def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], 
     for name, size in zip(axes, shape, strict=True):
         target = rules.get(name) if name else None
         names = (target,) if isinstance(target, str) else (target or ())
+        names = tuple(axis for axis in names if axis in mesh.shape)
         while names and size % _parts(mesh, names):
             names = names[1:]
-        spec.append((names if isinstance(target, tuple) else target) if _parts(mesh, names) > 1 else None)
+        spec.append(None if _parts(mesh, names) == 1 else names if len(names) > 1 else names[0])
     return PartitionSpec(*spec)
 
 
