@@ -126,12 +126,14 @@ def _dataset(source: str | Path) -> Any:
         return datasets.load_dataset("/".join([owner, *rest[:1]]), *rest[1:2], split=split or "train")
     except Exception as error:  # the package raises errors of many kinds, its own and those of the network
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source} cannot be read as a data set: {reason}") from error
+        remedy = "; check the name, the network and HF_TOKEN, or save it elsewhere and give the file" if name.startswith(HUB) else ""
+        raise ValueError(f"{source} cannot be read as a data set: {reason}{remedy}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.is_file():
-        raise FileNotFoundError(f"conversations file {path} does not exist")
+        hint = f"; a data set of the hub is {HUB}{path}" if len(path.parts) == 2 and not path.suffix and not path.parent.exists() else ""
+        raise FileNotFoundError(f"conversations file {path} does not exist{hint}")
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:

@@ -127,3 +127,31 @@ def test_what_is_wrong_with_a_data_set_is_one_sentence(tmp_path):
     datasets.Dataset.from_list([{"text": "no turns"}]).to_parquet(str(odd))
     with pytest.raises(ValueError, match=r"odd.parquet, record 0: needs a non-empty list of turns"):
         read([odd])
+
+
+def test_a_data_set_of_the_hub_is_asked_for_by_name_subset_and_split(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*place, split):
+        asked.append((place, split))
+        return datasets.Dataset.from_list(RECORDS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = read(["hf://owner/name", "hf://owner/name/sub:test"], ["a"])
+    assert asked == [(("owner/name",), "train"), (("owner/name", "sub"), "test")]
+    assert [c.id for c in found] == [0, 2, 4] * 2
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*place, split):
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub\n(LocalEntryNotFoundError)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"^hf://owner/name cannot be .*the Hub \(Local.*\); check the name, the network.*give the file$"):
+        read(["hf://owner/name"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^conversations file owner/name does not exist; a data set of the hub is hf://owner/name$"):
+        read(["owner/name"])
