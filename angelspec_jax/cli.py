@@ -352,6 +352,7 @@ def compile_programs(
     """Compile kernels, the decode step and the training step for TPUs that are not there; say what they need and cost."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import dataclasses
+    import functools
 
     from rich.console import Console
 
@@ -360,13 +361,13 @@ def compile_programs(
 
     settings = compiling.load(config, overrides or [])
     found = []
-    for program in compiling.run(settings, topology, layers=layers, parts=tuple(only.split(","))):
-        typer.echo(f"{program.program}: compiled in {program.compile_seconds:.0f} s", err=True)
+    say, parts = functools.partial(typer.echo, err=True), tuple(only.split(","))
+    for program in compiling.run(settings, topology, layers=layers, parts=parts, say=say):
         found.append(program)
+        if output is not None:  # after every program, so that what is known outlives a later one that does not fit
+            facts = {"config": config, "overrides": overrides or [], "decode": dataclasses.asdict(settings.decode)}
+            report.write_json(output, {**facts, "programs": [program.to_dict() for program in found]})
     Console().print(compiling.table(found))
-    if output is not None:
-        facts = {"config": config, "overrides": overrides or [], "decode": dataclasses.asdict(settings.decode)}
-        report.write_json(output, {**facts, "programs": [program.to_dict() for program in found]})
 
 
 @app.command()

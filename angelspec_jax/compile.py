@@ -6,10 +6,12 @@ layers and multiplied by the layers; its seconds are an estimate that leaves out
 chips. Nothing here is a run time.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -152,22 +154,54 @@ class Models:
     draft_vocab: int | None
 
 
-def run(config: CompileConfig, topology: str, *, layers: int | None = None, parts: tuple[str, ...] = PARTS) -> Iterator[Report]:
+Say = Callable[[str], None]
+
+
+def run(
+    config: CompileConfig, topology: str, *, layers: int | None = None, parts: tuple[str, ...] = PARTS, say: Say | None = None
+) -> Iterator[Report]:
     """Compile the programs of a config for a slice, one after the other; `layers` cuts the target short.
 
+    `say` is told what is being compiled and for how long, and what the compiler says of a program before its layers' costs are known.
     Raises RuntimeError when libtpu is missing or a program does not fit, ValueError for a slice that does not exist or a bad config.
     """
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"there is no program {part!r} to compile; choose from {', '.join(PARTS)}")
+    progress = Progress(say)
     devices = slice_devices(topology)
     models = describe(config, layers)
     if "kernels" in parts:
-        yield from compile_kernels(config, models, topology, mesh_of(config.decode.mesh, devices, topology))
+        yield from compile_kernels(config, models, topology, mesh_of(config.decode.mesh, devices, topology), progress)
     if "decode" in parts:
-        yield compile_decode(config.decode, models, topology, mesh_of(config.decode.mesh, devices, topology))
+        yield compile_decode(config.decode, models, topology, mesh_of(config.decode.mesh, devices, topology), progress)
     if "train" in parts:
-        yield compile_train(config.train, models, topology, mesh_of(config.train.mesh, devices, topology))
+        yield compile_train(config.train, models, topology, mesh_of(config.train.mesh, devices, topology), progress)
+
+
+class Progress:
+    """Says what is being done, and every so often that it still is."""
+
+    def __init__(self, say: Say | None = None, every: float = 30.0):
+        self.say, self.every = say or (lambda text: None), every
+
+    @contextlib.contextmanager
+    def step(self, what: str):
+        """Announce a step; while it lasts, say how many seconds it has taken."""
+        start, over = time.perf_counter(), threading.Event()
+
+        def watch():
+            while not over.wait(self.every):
+                self.say(f"{what}: {time.perf_counter() - start:.0f} s so far")
+
+        self.say(what)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
 
 def slice_devices(topology: str) -> list:
@@ -221,13 +255,16 @@ class _Shape:
 # Kernels -----------------------------------------------------------------------------------------------------------------------------
 
 
-def compile_kernels(config: CompileConfig, models: Models, topology: str, mesh: Mesh) -> Iterator[Report]:
+def compile_kernels(
+    config: CompileConfig, models: Models, topology: str, mesh: Mesh, progress: Progress | None = None
+) -> Iterator[Report]:
     """The kernels of one layer in the shapes one device of the decode mesh has, each alone on one device."""
     model, decode, train = models.target, config.decode, config.train
     heads = mesh.shape["tensor"] if model.num_kv_heads % mesh.shape["tensor"] == 0 else 1
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     requests = decode.requests // shards if decode.requests % shards == 0 else decode.requests
     query, group, size, width = model.num_heads // heads, model.num_kv_heads // heads, model.head_dim, models.drafter.num_drafts + 1
+    report = functools.partial(_kernel_report, topology=topology, mesh=mesh, progress=progress or Progress())
     columns, rows = -(-decode.capacity // kv_cache.PAGE), requests * width
     array, whole, row = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32), (rows, group, size)
     packed = 2 * size <= 128
@@ -237,11 +274,11 @@ def compile_kernels(config: CompileConfig, models: Models, topology: str, mesh: 
     attention = functools.partial(tree_attention, **options)
     inputs = (array((rows, query, size), models.dtype), kv, kv, pages, None if packed else pages, table, whole((requests + 1,)))
     inputs += (array((rows, 2), jnp.uint32), whole((requests,)), whole((rows,)))
-    yield _kernel_report("tree attention", attention, inputs, topology, mesh, pages.size * pages.dtype.itemsize * (2 - packed))
+    yield report("tree attention", attention, inputs, pages.size * pages.dtype.itemsize * (2 - packed))
 
     new = array((*row[:2], pages.shape[3]), models.dtype)
     commit = (pages, new, table, whole((rows,)), whole((rows,)), array((rows,), jnp.bool_))
-    yield _kernel_report("cache commit", cache_commit, commit, topology, mesh, 2 * new.size * new.dtype.itemsize, donate=(0,))
+    yield report("cache commit", cache_commit, commit, 2 * new.size * new.dtype.itemsize, donate=(0,))
 
     if not isinstance(models.drafter, DrafterConfig):
         return
@@ -256,11 +293,14 @@ def compile_kernels(config: CompileConfig, models: Models, topology: str, mesh: 
 
     read = sum(x.size * x.dtype.itemsize for x in inputs)
     gradient = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
-    yield _kernel_report("anchor attention, gradient", gradient, (*inputs, *places), topology, mesh, 2 * read)
+    yield report("anchor attention, gradient", gradient, (*inputs, *places), 2 * read)
 
 
-def _kernel_report(name: str, function: Callable, inputs, topology: str, mesh: Mesh, read: int, donate: tuple[int, ...] = ()) -> Report:
-    found = aot.compile_kernel(function, *inputs, topology=topology, donate=donate)
+def _kernel_report(
+    name: str, function: Callable, inputs, read: int, donate: tuple[int, ...] = (), *, topology: str, mesh: Mesh, progress: Progress
+) -> Report:
+    with progress.step(f"{name} for {topology}: compiling"):
+        found = aot.compile_kernel(function, *inputs, topology=topology, donate=donate)
     chip, share = _chip(topology, mesh)
     return Report(
         program=name,
@@ -282,7 +322,7 @@ def _kernel_report(name: str, function: Callable, inputs, topology: str, mesh: M
 # Decoding ----------------------------------------------------------------------------------------------------------------------------
 
 
-def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh) -> Report:
+def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh, progress: Progress | None = None) -> Report:
     """One step of a full batch: draft, cut, verify, accept, commit."""
     drafts = models.drafter.num_drafts
     plan = Plan(models.target, models.drafter, budgets=shape.budgets or (0, drafts))
@@ -298,15 +338,15 @@ def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh
     rows = functools.partial(_decode_rows, shape.requests, drafts + 1)
     layers = functools.partial(_layer_cost, models, mesh, shape.requests, shape.capacity, rows)
     read = local_bytes((weights, state)) - (0 if models.target.tie_embeddings else local_bytes(weights.target.embed))
-    return _report("decode step", topology, mesh, models, program, layers, read)
+    return _report("decode step", topology, mesh, models, program, layers, progress or Progress(), read)
 
 
 def abstract_weights(models: Models, mesh: Mesh) -> Weights:
     """Weights of target and drafter as shapes with their shardings."""
     specs = target_specs(models.target)
-    target: TargetParams = params.abstract(specs, models.dtype, meshes.shardings(mesh, specs))
+    target: TargetParams = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
     own = registry.module(models.drafter).drafter_specs(models.drafter)
-    drafter = params.abstract(own, models.dtype, meshes.shardings(mesh, own))
+    drafter = params.abstract(own, models.dtype, meshes.placements(mesh, own))
     return Weights(target, drafter, Shared(target.embed, *_head(models, target, mesh)))
 
 
@@ -340,7 +380,7 @@ def _decode_rows(requests: int, width: int, prefix):
 # Training ----------------------------------------------------------------------------------------------------------------------------
 
 
-def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh) -> Report:
+def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh, progress: Progress | None = None) -> Report:
     """One step: the frozen target's features, anchors, loss, gradient and update."""
     settings = dataclasses.replace(shape.settings, batch_size=shape.batch_size)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -367,7 +407,7 @@ def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh) 
     program = functools.partial(train.lower, state, frozen, batch, 0)
     rows = functools.partial(_train_rows, shape.length)
     layers = functools.partial(_layer_cost, models, mesh, shape.batch_size, 1, rows)
-    return _report("training step", topology, mesh, models, program, layers, local_bytes((state, frozen)))
+    return _report("training step", topology, mesh, models, program, layers, progress or Progress(), local_bytes((state, frozen)))
 
 
 def _train_rows(length: int, prefix):
@@ -391,37 +431,56 @@ class Cost:
         return Cost(self.flops * factor, self.bytes * factor, self.seconds * factor)
 
 
-def _report(name: str, topology: str, mesh: Mesh, models: Models, program: Callable, layers: Callable[[], Cost], read: int) -> Report:
+def _report(
+    name: str, topology: str, mesh: Mesh, models: Models, program: Callable, layers: Callable[[], Cost], progress: Progress, read: int
+) -> Report:
     chip, share = _chip(topology, mesh)
-    limit = int(chip.memory * share)
+    limit, count = int(chip.memory * share), models.target.num_layers
     if read > limit:
         raise RuntimeError(_too_large(name, topology, read, limit))
-    start = time.perf_counter()
+    named = f"{name} of {count} layers for {topology}"
     try:
         with jax.set_mesh(mesh):
-            compiled = program().compile()
+            with progress.step(f"{named}: tracing"):
+                lowered = program()
+            start = time.perf_counter()
+            with progress.step(f"{named}: compiling"):
+                compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise RuntimeError(_too_large(name, topology, None, limit, _first_line(error))) from None
-    seconds = time.perf_counter() - start
-    memory: Any = compiled.memory_analysis()
-    cost = _cost(compiled) + layers()
-    return Report(
+    found: Any = compiled.memory_analysis()
+    report = Report(
         program=name,
         topology=topology,
         mesh="x".join(str(size) for size in mesh.shape.values()),
-        layers=models.target.num_layers,
-        compile_seconds=seconds,
-        hbm_bytes=memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        layers=count,
+        compile_seconds=time.perf_counter() - start,
+        hbm_bytes=found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes,
         hbm_limit=limit,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=found.temp_size_in_bytes,
         vmem_bytes=aot.kernel_memory(compiled.as_text()),
-        flops=cost.flops,
-        bytes_accessed=cost.bytes,
-        estimated_seconds=cost.seconds,
-        floor_seconds=max(cost.flops / (chip.flops * share), read / (chip.bandwidth * share)),
+        flops=0.0,
+        bytes_accessed=0.0,
+        estimated_seconds=0.0,
+        floor_seconds=0.0,
     )
+    progress.say(f"{named}: {_needs(report)}")
+    cost = _cost(compiled)
+    del compiled, lowered
+    with progress.step(f"{named}: compiling single layers, for the cost of the others"):
+        cost += layers()
+    floor = max(cost.flops / (chip.flops * share), read / (chip.bandwidth * share))
+    return dataclasses.replace(
+        report, flops=cost.flops, bytes_accessed=cost.bytes, estimated_seconds=cost.seconds, floor_seconds=floor
+    )
+
+
+def _needs(report: Report) -> str:
+    temporary, kernel = report.temporary_bytes / 2**20, report.vmem_bytes / 2**20
+    memory = f"{report.hbm_bytes / GIB:.2f} of {report.hbm_limit / GIB:.1f} GiB HBM, {temporary:.0f} MiB of it temporary"
+    return f"compiled in {report.compile_seconds:.0f} s, needs {memory}, and {kernel:.1f} MiB VMEM for its largest kernel"
 
 
 def _chip(topology: str, mesh: Mesh) -> tuple[Chip, float]:
@@ -448,7 +507,7 @@ def _forward_cost(models: Models, mesh: Mesh, requests: int, capacity: int, rows
     moe = None if not sparse or models.target.moe is None else dataclasses.replace(models.target.moe, dense_layers=())
     config = dataclasses.replace(models.target, num_layers=count, scan_layers=False, moe=moe)
     specs = target_specs(config)
-    weights = params.abstract(specs, models.dtype, meshes.shardings(mesh, specs))
+    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
 
     def run(weights, prefix, cache):
         own, positions = rows(prefix)

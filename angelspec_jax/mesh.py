@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from angelspec_jax.params import map_params
 
@@ -143,6 +144,29 @@ def replicate(value: jax.Array, mesh: Mesh) -> jax.Array:
 def shardings(mesh: Mesh, specs, rules=None):
     """Sharding of every parameter of a specification (see `params.Param`)."""
     return map_params(lambda p: sharding(mesh, p.axes, p.shape, rules), specs)
+
+
+def placement(param, place: jax.sharding.Sharding, platform: str) -> jax.sharding.Sharding | Format:
+    """Where an array of a parameter is put, with the order of its axes in memory where the parameter asks for one.
+
+    The order is for the matrix units of a TPU: a weight whose innermost axes are not those of its product would be copied at each use.
+    Programs take arrays in the layout they come in, so this is the one place that decides it.
+    """
+    return place if param.order is None or platform != "tpu" else Format(Layout(param.order), place)
+
+
+def put_on(device: jax.Device | None, param, value) -> jax.Array:
+    """A whole parameter, or one shard of it, on one device; None: the default device, to which the array is not committed."""
+    if param.order is None or (device or jax.devices()[0]).platform != "tpu":
+        return jnp.asarray(value) if device is None else jax.device_put(value, device)
+    device = device or jax.devices()[0]
+    return jax.device_put(value, placement(param, SingleDeviceSharding(device), device.platform))
+
+
+def placements(mesh: Mesh, specs, rules=None):
+    """Sharding and layout of every parameter of a specification, of frozen weights that programs read."""
+    platform = mesh.devices.flat[0].platform
+    return map_params(lambda p: placement(p, sharding(mesh, p.axes, p.shape, rules), platform), specs)
 
 
 def enable_compilation_cache(folder: str | os.PathLike | None = None) -> None:

@@ -26,7 +26,8 @@ class Param(metaclass=_Leaf):
     """Shape, logical axis names (one per dimension, None = never sharded) and initializer of one parameter.
 
     `init` is "normal" (standard deviation `scale`, default 1/sqrt(fan-in)), "zeros" or "ones". `fan_in` counts the input dimensions,
-    which come first: weights are stored [in..., out...].
+    which come first: weights are stored [in..., out...]. `order` names the axes from the outermost to the innermost in a TPU's memory,
+    where that is not their own order (`mesh.placements`).
     """
 
     shape: tuple[int, ...]
@@ -35,10 +36,13 @@ class Param(metaclass=_Leaf):
     inputs: int = 1
     scale: float | None = None
     dtype: jnp.dtype | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
             raise ValueError(f"parameter of shape {self.shape} needs one logical axis per dimension, got {self.axes}")
+        if self.order is not None and sorted(self.order) != list(range(len(self.shape))):
+            raise ValueError(f"the order of a parameter of shape {self.shape} must name each of its axes once, got {self.order}")
 
 
 def is_param(leaf) -> bool:
@@ -52,13 +56,16 @@ def map_params(function, specs, *rest):
 
 def stack(specs, count: int):
     """The specification of `count` equal layers stacked on a new leading axis (for `lax.scan`)."""
-    return map_params(
-        lambda p: dataclasses.replace(p, shape=(count, *p.shape), axes=(None, *p.axes), scale=_scale(p)), specs
-    )
+
+    def one(p: Param):
+        order = None if p.order is None else (0, *(axis + 1 for axis in p.order))
+        return dataclasses.replace(p, shape=(count, *p.shape), axes=(None, *p.axes), scale=_scale(p), order=order)
+
+    return map_params(one, specs)
 
 
 def abstract(specs, dtype, shardings=None):
-    """Shape-dtype structs of a specification, with shardings when given."""
+    """Shape-dtype structs of a specification, with shardings (or formats, which are shardings and layouts) when given."""
     if shardings is None:
         return map_params(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype or dtype), specs)
     return map_params(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype or dtype, sharding=s), specs, shardings)

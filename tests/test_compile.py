@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.layout import Format
 from typer.testing import CliRunner
 
 from angelspec_jax import compile as compiling
@@ -16,6 +19,7 @@ from angelspec_jax.config import packaged
 from angelspec_jax.decoding import generate
 from angelspec_jax.decoding.step import Plan
 from angelspec_jax.target import kv_cache
+from angelspec_jax.target.layers import layer_specs, swiglu
 from angelspec_jax.target.transformer import target_specs
 from pallas_kernels import aot
 
@@ -88,6 +92,38 @@ def test_slots_and_heads_of_a_state_are_spread():
     assert compiling.local_bytes(placed.cache) == whole // 8
 
 
+def test_weights_lie_on_a_tpu_as_their_product_reads_them():
+    """The order reaches the array, survives stacking, changes no number, and is none of a CPU's business."""
+    spec = params.stack(layer_specs(compiling.describe(compiling.load("targets/qwen3_8b", []), 2).target), 3).gate_up
+    spec = dataclasses.replace(spec, shape=(3, 16, 2, 24))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert meshes.placement(spec, place, "cpu") is place
+    wanted = meshes.placement(spec, place, "tpu")
+    assert isinstance(wanted, Format) and wanted.layout.major_to_minor == (0, 2, 1, 3)
+    weights = np.random.default_rng(0).normal(size=spec.shape).astype(np.float32)
+    plain, ordered = jax.device_put(weights, place), jax.device_put(weights, wanted)
+    assert ordered.format.layout.major_to_minor == (0, 2, 1, 3) != plain.format.layout.major_to_minor
+    x, down = jnp.ones((4, 16)), jnp.ones((24, 16))
+    run = jax.jit(lambda x, gate_up, down: jax.lax.scan(lambda x, w: (swiglu(x, w, down), None), x, gate_up)[0])
+    np.testing.assert_allclose(run(x, ordered, down), run(x, plain, down), rtol=1e-5)
+
+
+def test_an_order_names_every_axis_once():
+    with pytest.raises(ValueError, match="must name each of its axes once"):
+        params.Param((2, 3), (None, None), order=(0, 0))
+
+
+def test_progress_tells_what_is_done_and_for_how_long():
+    said = []
+    with compiling.Progress(said.append, every=0.01).step("decode step: compiling"):
+        while len(said) < 3:
+            time.sleep(0.01)
+    assert said[0] == "decode step: compiling" and said[2] == "decode step: compiling: 0 s so far"
+    told = len(said)
+    time.sleep(0.05)
+    assert len(said) == told
+
+
 def test_kernel_memory_is_read_from_the_program():
     line = 'custom_call_target="tpu_custom_call", x={"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"SIZE"}]}'
     assert aot.kernel_memory("\n".join(line.replace("SIZE", size) for size in ("7", "4096", "12"))) == 4096
@@ -113,6 +149,21 @@ def on_chips(names, first):
     short = lambda chip, name: name == first or chip == "v6e:2x2"  # noqa: E731
     pairs = [(chip, name) for chip in CHIPS for name in names]
     return [pytest.param(*pair, marks=[] if short(*pair) else [pytest.mark.slow]) for pair in pairs]
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@pytest.mark.parametrize("topology", CHIPS)
+def test_no_weight_is_copied_on_its_way_to_a_product(topology):
+    """A scan over layers reads each layer's weights where they are."""
+    mesh = meshes.make_mesh(1, 1, 1, compiling.slice_devices(topology)[:1])
+    layer = layer_specs(compiling.describe(compiling.load("targets/qwen3_8b", []), 2).target)
+    specs = params.stack((layer.gate_up, layer.down), 4)
+    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs))
+    x = jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16, sharding=meshes.replicated(mesh))
+    run = jax.jit(lambda x, weights: jax.lax.scan(lambda x, w: (swiglu(x, *w), None), x, weights)[0])
+    memory = run.lower(x, weights).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 32 * 2**20  # gate_up of one layer takes 192
 
 
 @pytest.mark.tpu_aot

@@ -28,7 +28,7 @@ def specs(config: DrafterConfig) -> Correction:
     return Correction(
         hidden_norm=norm,
         embed_norm=norm,
-        gate_up=Param((2 * width, 2, inner), ("embed", None, "mlp")),
+        gate_up=Param((2 * width, 2, inner), ("embed", None, "mlp"), order=(1, 0, 2)),
         down=Param((inner, width), ("mlp", "embed"), "zeros"),
     )
 

@@ -22,7 +22,7 @@ from angelspec_jax.drafter.config import DEFAULT_RANK, FAMILIES, MARKOV_HEADS, D
 from angelspec_jax.drafter.context import fusion_prior
 from angelspec_jax.drafter.layout_settings import check_draft_ids
 from angelspec_jax.drafter.types import Shared
-from angelspec_jax.mesh import shardings
+from angelspec_jax.mesh import placements, put_on, shardings
 from angelspec_jax.params import initialize, map_params
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import head_rows
@@ -48,6 +48,7 @@ def load_drafter(
     revision: str | None = None,
     dtype=None,
     mesh: Mesh | None = None,
+    frozen: bool = True,
     thinking: str | None = None,
     allow_template_mismatch: bool = False,
     **overrides: Any,
@@ -56,8 +57,9 @@ def load_drafter(
 
     A name of `untrained.NAMES` makes a drafter that needs no checkpoint.
 
-    Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. `overrides`
-    answer what the checkpoint leaves open (`layout_settings.Overrides`). ValueError, one sentence, when the drafter does not fit.
+    Matrices are cast to `dtype`, by default the target's; norms and fusion weights stay float32. `mesh` shards the parameters. Parameters
+    that are not `frozen`, because they will be trained, lie in memory as updates leave them. `overrides` answer what the checkpoint leaves
+    open (`layout_settings.Overrides`). ValueError, one sentence, when the drafter does not fit.
     """
     if untrained.is_name(source):
         return Drafter(None, untrained.named(source, target.config), share(target.params), DrafterCard(), source)
@@ -67,7 +69,7 @@ def load_drafter(
     specs = registry.module(config).drafter_specs(config)
     dtype = target.params.embed.dtype if dtype is None else jnp.dtype(dtype)
     params = jax.tree.map(lambda leaf, spec: np.asarray(leaf, spec.dtype or dtype), params, specs)
-    return Drafter(place(params, specs, mesh), config, share(target.params, draft_ids, dtype), card, places.name(source, path))
+    return Drafter(place(params, specs, mesh, frozen), config, share(target.params, draft_ids, dtype), card, places.name(source, path))
 
 
 def create_drafter(
@@ -208,13 +210,13 @@ def share(target_params, draft_ids=None, dtype=None) -> Shared:
     return Shared(target_params.embed, jnp.take(head, ids, axis=0), ids)
 
 
-def place(params: registry.AnyDrafter, specs: registry.AnyDrafter, mesh: Mesh | None) -> Any:
+def place(params: registry.AnyDrafter, specs: registry.AnyDrafter, mesh: Mesh | None, frozen: bool = True) -> Any:
     """Parameters on the devices: sharded by their logical axes, or on the default device without a mesh."""
     if mesh is None:
-        return jax.tree.map(jnp.asarray, params)
+        return map_params(lambda spec, leaf: put_on(None, spec, leaf), specs, params) if frozen else jax.tree.map(jnp.asarray, params)
 
-    def put(spec, leaf, sharding):
+    def put(spec, leaf, where):
         host = np.asarray(leaf)
-        return jax.make_array_from_callback(spec.shape, sharding, lambda index: host[index])
+        return jax.make_array_from_callback(spec.shape, where, lambda index: host[index])
 
-    return map_params(put, specs, params, shardings(mesh, specs))
+    return map_params(put, specs, params, (placements if frozen else shardings)(mesh, specs))

@@ -46,7 +46,7 @@ def layer_specs(config: TransformerConfig, sparse: bool = False, inputs: int | N
         qkv=matrix((inputs or d, g, per_group, e), ("embed", "kv_heads", None, None)),
         o=matrix((h, e, d), ("heads", None, "embed"), inputs=2),
         post_attention_norm=norm,
-        gate_up=matrix((d, 2, f), ("embed", None, "mlp")) if f else None,
+        gate_up=matrix((d, 2, f), ("embed", None, "mlp"), order=(1, 0, 2)) if f else None,
         down=matrix((f, d), ("mlp", "embed")) if f else None,
         q_norm=head_norm,
         k_norm=head_norm,

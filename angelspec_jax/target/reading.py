@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
@@ -62,7 +61,8 @@ def _place(spec: Param, mesh, rules, make, specs: Sequence[Param] | None = None)
     """Arrays of `specs` (default: one of `spec`) on their devices; `make(window)` gives what a window of `spec` needs of each."""
     specs = [spec] if specs is None else specs
     if mesh is None:
-        return [jnp.asarray(part) for part in make(tuple(slice(0, size) for size in spec.shape))]
+        made = make(tuple(slice(0, size) for size in spec.shape))
+        return [meshes.put_on(None, each, part) for each, part in zip(specs, made, strict=True)]
     # A host's replicas share one reading.
     holders: dict[tuple, list] = {}
     sharding = meshes.sharding(mesh, spec.axes, spec.shape, rules)
@@ -72,8 +72,8 @@ def _place(spec: Param, mesh, rules, make, specs: Sequence[Param] | None = None)
     shards: list[list[jax.Array]] = [[] for _ in specs]
     for window, devices in holders.items():
         made = make(tuple(slice(*bounds) for bounds in window))
-        for parts, part in zip(shards, made, strict=True):
-            parts += [jax.device_put(part, device) for device in devices]
+        for each, parts, part in zip(specs, shards, made, strict=True):
+            parts += [meshes.put_on(device, each, part) for device in devices]
         jax.block_until_ready([parts[-len(devices) :] for parts in shards])  # what is on its way is not held twice
     shardings: list[Sharding] = [meshes.sharding(mesh, each.axes, each.shape, rules) for each in specs]
     return [

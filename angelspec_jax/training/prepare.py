@@ -258,7 +258,7 @@ def initial_params(init: str, drafter: Drafter, target: Target, mesh: Mesh):
         return drafter.params
     if init == "target":
         return warm.start(drafter, target)
-    saved = drafters.load_drafter(init, target, dtype=jnp.float32, mesh=mesh)
+    saved = drafters.load_drafter(init, target, dtype=jnp.float32, mesh=mesh, frozen=False)
     own, theirs = drafter.shared.draft_ids, saved.shared.draft_ids
     if (own is None) != (theirs is None) or (own is not None and theirs is not None and not np.array_equal(own, theirs)):
         raise ValueError(f"drafter.init {init} has another draft vocabulary than this data gives; train on the same data or start anew")
