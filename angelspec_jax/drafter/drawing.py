@@ -6,14 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from angelspec_jax import noise as noise_lib
 from angelspec_jax.drafter.types import Noise
+from angelspec_jax.highest import highest
 
 
 def shortlist(scores: Float[Array, "*N V"], size: int) -> tuple[Float[Array, "*N M"], Int[Array, "*N M"]]:
     """The `size` highest scores of each row and where they stand, best first; all of them, in place, for size 0 or a small vocabulary."""
     if size == 0 or size >= scores.shape[-1]:
         return scores, jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
-    best, ids = jax.lax.top_k(scores, size)
-    return best, ids
+    return highest(scores, size)
 
 
 def top_margin(scores: Float[Array, "R M"]) -> Float[Array, "R"]:
