@@ -375,12 +375,17 @@ def doctor(
     target: Annotated[str | None, typer.Argument(help="Also say whether this target fits. " + opt.TARGET_HELP)] = None,
     dtype: opt.Dtype = None,
     quantize: opt.Quantize = None,
+    training: Annotated[str | None, typer.Option("--train", help="Also say whether this training run fits, by its config.")] = None,
 ) -> None:
     """Say what this machine has and what fits on it."""
     console = start()
     from angelspec_jax.evaluation import doctor as examine
 
     console.print(examine.table(examine.findings()))
+    if training is not None:
+        from angelspec_jax import config as configs
+
+        console.print(f"{training}: {examine.training_needs(configs.load(training))}", markup=False, highlight=False, soft_wrap=True)
     if target is not None:
         console.print(f"{target}: {examine.needs(find_target(target), dtype, quantize)}", markup=False, highlight=False, soft_wrap=True)
 

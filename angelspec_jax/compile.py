@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from rich.table import Table
 
@@ -32,7 +33,7 @@ from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.registry import TrainableConfig
 from angelspec_jax.drafter.types import Shared
-from angelspec_jax.target import hf, kv_cache
+from angelspec_jax.target import hf, kv_cache, whole
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
@@ -111,7 +112,7 @@ class Report:
 
     program: str
     topology: str
-    mesh: str  # data x fsdp x tensor
+    mesh: str  # data x fsdp x tensor, or data x fsdp x sequence x tensor
     layers: int
     compile_seconds: float
     hbm_bytes: int
@@ -218,7 +219,7 @@ def slice_devices(topology: str) -> list:
 def mesh_of(section: MeshSection, devices: list, topology: str) -> Mesh:
     """The mesh of a program over all devices of a slice."""
     try:
-        return meshes.make_mesh(section.data, section.fsdp, section.tensor, devices=devices)
+        return meshes.make_mesh(section.data, section.fsdp, section.tensor, devices, section.sequence)
     except ValueError as error:
         raise ValueError(f"{topology}: {error}") from None
 
@@ -336,7 +337,7 @@ def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh
     step = jax.jit(speculative_step, static_argnums=0, donate_argnums=3, out_shardings=outputs)
     program = functools.partial(step.lower, plan, weights, policy, state)
     rows = functools.partial(_decode_rows, shape.requests, drafts + 1)
-    layers = functools.partial(_layer_cost, models, mesh, shape.requests, shape.capacity, rows)
+    layers = functools.partial(_layer_cost, models, functools.partial(_row_pass, models, mesh, shape.requests, shape.capacity, rows))
     read = local_bytes((weights, state)) - (0 if models.target.tie_embeddings else local_bytes(weights.target.embed))
     return _report("decode step", topology, mesh, models, program, layers, progress or Progress(), read)
 
@@ -386,15 +387,13 @@ def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh, 
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if shape.batch_size % shards:
         raise ValueError(f"train.batch_size {shape.batch_size} must be a multiple of the {shards} data x fsdp shards on {topology}")
+    if meshes.sequence_parts(mesh) > 1:
+        prepare.check_parts(meshes.sequence_parts(mesh), models.drafter.family, shape.length, settings)
     specs = registry.module(models.drafter).drafter_specs(models.drafter)
     optimizer, _ = make_optimizer(settings, specs)
     train, _ = training.build(settings, models.drafter, models.target, optimizer)
     weights = abstract_weights(models, mesh)
-    masters: Any = params.abstract(specs, jnp.float32, meshes.shardings(mesh, specs))
-    own = {x.shape: x.sharding for x in jax.tree.leaves(masters)}
-    state = jax.eval_shape(lambda masters: training.create_state(masters, optimizer, jax.random.key(0)), masters)
-    # Moments follow their parameters: arrays of a parameter's shape are placed like it.
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.get(x.shape, meshes.replicated(mesh))), state)
+    state = abstract_state(specs, optimizer, mesh)
     shared: Any = weights.shared
     index: Any = None
     if shared.draft_ids is not None:
@@ -406,8 +405,20 @@ def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh, 
     batch = _placed(batch, mesh, lambda x: ("batch", *[None] * (x.ndim - 1)))
     program = functools.partial(train.lower, state, frozen, batch, 0)
     rows = functools.partial(_train_rows, shape.length)
-    layers = functools.partial(_layer_cost, models, mesh, shape.batch_size, 1, rows)
+    passed = functools.partial(_row_pass, models, mesh, shape.batch_size, 1, rows)
+    if meshes.sequence_parts(mesh) > 1:
+        passed = functools.partial(_whole_pass, models, mesh, *tokens)
+    layers = functools.partial(_layer_cost, models, passed)
     return _report("training step", topology, mesh, models, program, layers, progress or Progress(), local_bytes((state, frozen)))
+
+
+def abstract_state(specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> training.TrainState:
+    """The state of a drafter's training as shapes with their shardings."""
+    masters: Any = params.abstract(specs, jnp.float32, meshes.shardings(mesh, specs))
+    own = {x.shape: x.sharding for x in jax.tree.leaves(masters)}
+    state = jax.eval_shape(lambda masters: training.create_state(masters, optimizer, jax.random.key(0)), masters)
+    # Moments follow their parameters: arrays of a parameter's shape are placed like it.
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.get(x.shape, meshes.replicated(mesh))), state)
 
 
 def _train_rows(length: int, prefix):
@@ -489,23 +500,31 @@ def _chip(topology: str, mesh: Mesh) -> tuple[Chip, float]:
     return CHIPS[kind], math.prod(int(size) for size in shape.split("x")) / mesh.size
 
 
-def _layer_cost(models: Models, mesh: Mesh, requests: int, capacity: int, rows: Callable) -> Cost:
-    """What the scanned layers cost beyond the one of each stack that the whole program counts: the difference of two layers and one."""
+def _layer_cost(models: Models, passed: Callable) -> Cost:
+    """What the scanned layers cost beyond the one of each stack that the whole program counts: the difference of two layers and one.
+
+    `passed(config)` lowers the target's pass over what the program has it read.
+    """
     config, total = models.target, Cost(0.0, 0.0, 0.0)
     for sparse in (False, True):
         indices = [index for index in range(config.num_layers) if config.is_sparse(index) == sparse]
         stacks = sum(1 for index in indices if index - 1 not in indices)
         if len(indices) <= stacks:
             continue
-        one, two = (_forward_cost(models, mesh, requests, capacity, rows, sparse, count) for count in (1, 2))
+        one, two = (_forward_cost(models, passed, sparse, count) for count in (1, 2))
         total = total + (two + one.times(-1.0)).times(len(indices) - stacks)
     return total
 
 
-def _forward_cost(models: Models, mesh: Mesh, requests: int, capacity: int, rows: Callable, sparse: bool, count: int) -> Cost:
-    """The target's pass over some rows with a few unrolled layers of one kind."""
+def _forward_cost(models: Models, passed: Callable, sparse: bool, count: int) -> Cost:
+    """The target's pass with a few unrolled layers of one kind."""
     moe = None if not sparse or models.target.moe is None else dataclasses.replace(models.target.moe, dense_layers=())
     config = dataclasses.replace(models.target, num_layers=count, scan_layers=False, moe=moe)
+    return _cost(passed(config).compile())
+
+
+def _row_pass(models: Models, mesh: Mesh, requests: int, capacity: int, rows: Callable, config: TransformerConfig):
+    """Packed rows against a cache."""
     specs = target_specs(config)
     weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
 
@@ -517,7 +536,16 @@ def _forward_cost(models: Models, mesh: Mesh, requests: int, capacity: int, rows
     with jax.set_mesh(mesh):
         cache = jax.eval_shape(lambda: kv_cache.create(config, requests, capacity, models.dtype))
         cache = _placed(cache, mesh, lambda page: ("batch", "kv_heads", None, None))
-        return _cost(jax.jit(run).lower(weights, prefix, cache).compile())
+        return jax.jit(run).lower(weights, prefix, cache)
+
+
+def _whole_pass(models: Models, mesh: Mesh, sequences: int, length: int, config: TransformerConfig):
+    """Whole sequences whose tokens lie over the mesh."""
+    specs = target_specs(config)
+    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
+    tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32, sharding=meshes.sharding(mesh, ("batch", None), (sequences, length)))
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda weights, tokens: whole.forward(weights, config, tokens, (0,))).lower(weights, tokens)
 
 
 def _cost(compiled) -> Cost:

@@ -203,9 +203,10 @@ class MeshSection:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1  # devices that share the tokens of a sequence: long texts, MTP and EAGLE-3 only
 
     def __post_init__(self):
-        for name in ("data", "fsdp", "tensor"):
+        for name in ("data", "fsdp", "tensor", "sequence"):
             if getattr(self, name) != -1:
                 _positive(self, name)
 

@@ -12,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from angelspec_jax import config as configs
 from angelspec_jax import text
 from angelspec_jax.cli import app, expected
 from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.drafter.loading import create_drafter, save_drafter
-from angelspec_jax.evaluation import step_costs
+from angelspec_jax.evaluation import doctor, step_costs
 
 pytest_plugins = ["toy_model"]
 
@@ -205,6 +206,19 @@ def test_doctor(toy_directory):
     assert "GiB in float32, which fits" in found.stdout
     assert "GiB in int8 and float32, which fits" in run("doctor", toy_directory, "--quantize", "int8").stdout
     assert "quantize must be one of int8 or nothing, got 'int4'" in refused("doctor", toy_directory, "--quantize", "int4")
+
+
+def test_doctor_judges_a_training_run(toy_directory, tmp_path):
+    """Target, drafter, gradient and AdamW's two moments: shapes alone, the numbers those of a run."""
+    values = {"target": {"source": str(toy_directory)}, "drafter": {"family": "mtp"}, "data": {"paths": "none.jsonl"}, "output": "run"}
+    (tmp_path / "run.json").write_text(json.dumps(values | {"mesh": {"data": 1}}))
+    told = run("doctor", "--train", tmp_path / "run.json").stdout
+    assert "on each of 1 device(s) before activations" in told and "which fits" in told
+    needs = doctor.training_needs(configs.load(tmp_path / "run.json"))
+    layer = 32 * 2 * 4 * 8 + 4 * 8 * 32 + 3 * 32 * 48 + 2 * 32
+    assert needs.masters == needs.gradients == 4 * (layer + 2 * 32 * 32 + 3 * 32)
+    assert 2 * needs.masters <= needs.optimizer <= 2 * needs.masters + 64
+    assert needs.target == 4 * (4 * layer + 2 * 260 * 32 + 32)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from angelspec_jax.target import kv_cache
+from angelspec_jax import mesh as meshes
+from angelspec_jax.target import kv_cache, whole
 from angelspec_jax.target.attention import Rows, uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams, forward
@@ -161,9 +162,15 @@ def target_features(
 ) -> Float[Array, "B S T+1 D"]:
     """Tapped features and final hidden state of whole sequences: one causal pass, nothing cached.
 
-    With `documents` (see `data.packing`; at most `most` in a row) each sees itself only, and `positions` begin anew in it.
+    With `documents` (see `data.packing`; at most `most` in a row) each sees itself only, and `positions` begin anew in it. On a mesh with a
+    sequence axis the tokens lie over it; raises ValueError for packed rows there.
     """
     batch, width = tokens.shape
+    if meshes.sequence_parts() > 1:
+        if documents is not None:
+            raise ValueError("rows of several documents are not spread over mesh.sequence; set train.max_documents=1")
+        tapped, hidden = whole.forward(params, config, tokens, taps)
+        return jnp.concatenate([tapped, hidden[:, :, None]], axis=2).astype(dtype)
     if documents is None or positions is None:
         rows = uniform_rows(jnp.zeros(batch, jnp.int32), width, causal=True)
         positions = jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1))

@@ -18,6 +18,9 @@ from pallas_kernels.anchor_attention import anchor_attention as anchor_attention
 from pallas_kernels.cache_commit import cache_commit as cache_commit_kernel
 from pallas_kernels.tree_attention import tree_attention as tree_attention_kernel
 
+_PAGE = 128  # tokens, as in `kv_cache`
+_TWIN_ROWS = 512
+
 
 def tree_attention(q, k, v, k_cache, v_cache, table, rows, positions, layer=None, *, scale: float, window: int | None):
     """Attention of packed rows (`attention.Rows`) over their prefix and each other, arguments as `attention.attend` has them.
@@ -78,16 +81,74 @@ def _cache_commit(batch, stacked: bool, arrays):
     return (jax.vmap(write) if stacked else write)(pages, arrays["new"])
 
 
+def causal_attention(q, k, v, *, scale: float, window: int | None):
+    """Causal attention of whole sequences, [B, S, H or G, E], whose tokens lie over the mesh's sequence axis; for frozen models only.
+
+    A device asks for its own tokens. To them, what came before is a committed prefix: the keys and values of the axis are gathered as pages
+    for the time of the call, a small fraction of what one layer's activations take, and the kernel of decoding reads those before them.
+    Tokens later than its own cost a device nothing, so the last of the axis works twice as long as their mean.
+    """
+    batch, heads = _spread((q.shape[0],), k.shape[2])
+    spec = PartitionSpec(batch, meshes.SEQUENCE, heads)
+    run = functools.partial(_causal_attention, scale, window)
+    return _mapped(run, {"q": q, "k": k, "v": v}, dict.fromkeys("qkv", spec), spec)
+
+
+def _causal_attention(scale: float, window: int | None, arrays):
+    q, k, v = (arrays[name] for name in "qkv")
+    sequences, length, groups, size = k.shape
+    page, start = math.gcd(length, _PAGE), jax.lax.axis_index(meshes.SEQUENCE).astype(jnp.int32) * length
+
+    def pages(x):
+        own = jnp.swapaxes(x.reshape(sequences, length // page, page, groups, -1), 2, 3)
+        return jax.lax.all_gather(own, meshes.SEQUENCE, axis=1, tiled=True)
+
+    packed = 2 * size <= 128  # a token's key and value in one row, as in `kv_cache`
+    cached = [pages(jnp.concatenate([k, v], axis=-1))] if packed else [pages(k), pages(v)]
+    columns = cached[0].shape[1]
+    k_cache, v_cache = (x.reshape(-1, *x.shape[2:]) for x in (cached * 2)[:2])
+    table = jnp.arange(sequences * columns, dtype=jnp.int32).reshape(sequences, columns)
+
+    def attend(function, rows: int, first, q, k, v):
+        """A run of `rows` tokens of every sequence, the first of which stands at `first`."""
+        flat = [x.reshape(sequences * rows, *x.shape[2:]) for x in (q, k, v)]
+        places = jnp.tile(first + jnp.arange(rows, dtype=jnp.int32), sequences)
+        starts = jnp.arange(sequences + 1, dtype=jnp.int32) * rows
+        prefix, ancestors = jnp.broadcast_to(first, (sequences,)), jnp.zeros((sequences * rows, 2), jnp.uint32)
+        options = {"causal": True, "max_rows": rows, "uniform": True, "scale": scale, "window": window}
+        inputs = (*flat, k_cache, None if packed else v_cache, table, starts, ancestors, prefix, places)
+        return function(*inputs, **options).reshape(q.shape)
+
+    def in_blocks(q, k, v):  # the twin holds the scores of all rows it is given, so it gets few at a time
+        rows = math.gcd(length, _TWIN_ROWS)
+        parts = [jnp.swapaxes(x.reshape(sequences, length // rows, rows, *x.shape[2:]), 0, 1) for x in (q, k, v)]
+        firsts = start + jnp.arange(length // rows, dtype=jnp.int32) * rows
+        out = jax.lax.map(lambda part: attend(reference.tree_attention, rows, *part), (firsts, *parts))
+        return jnp.swapaxes(out, 0, 1).reshape(q.shape)
+
+    kernel = functools.partial(attend, tree_attention_kernel, length, start)
+    return jax.lax.platform_dependent(q, k, v, tpu=kernel, default=in_blocks)
+
+
 def anchor_attention(q, k_context, v_context, k_block, v_block, anchors, keep, documents, anchor_documents, *, causal: bool, scale: float):
-    """Attention of training blocks; arguments as `reference.anchor_attention` has them."""
+    """Attention of training blocks; arguments as `reference.anchor_attention` has them.
+
+    Blocks may be dealt over the mesh's sequence axis (`training.dealing`: [n B, A / n, ...] of n parts). The context then lies over that
+    axis, [B, S, ...], and is gathered for the time of the call; its gradient returns to the device that holds the tokens.
+    """
     names = ("q", "k_context", "v_context", "k_block", "v_block", "anchors", "keep", "documents", "anchor_documents")
     arrays = dict(zip(names, (q, k_context, v_context, k_block, v_block, anchors, keep, documents, anchor_documents), strict=True))
-    batch, heads = _spread((q.shape[0],), k_context.shape[2])
-    specs = dict.fromkeys(names, PartitionSpec(batch))
-    specs |= {"k_context": PartitionSpec(batch, None, heads), "v_context": PartitionSpec(batch, None, heads)}
-    specs |= dict.fromkeys(("q", "k_block", "v_block"), PartitionSpec(batch, None, None, heads))
+    batch, heads = _spread((k_context.shape[0],), k_context.shape[2])
+    dealt = q.shape[0] != k_context.shape[0]
+    rows, along = (meshes.dealt_axes(batch), meshes.SEQUENCE) if dealt else (batch, None)
+    specs = dict.fromkeys(names, PartitionSpec(rows)) | {"documents": PartitionSpec(batch)}
+    specs |= dict.fromkeys(("k_context", "v_context"), PartitionSpec(batch, along, heads))
+    specs |= dict.fromkeys(("q", "k_block", "v_block"), PartitionSpec(rows, None, None, heads))
 
     def run(arrays):
+        if dealt:
+            gather = functools.partial(jax.lax.all_gather, axis_name=meshes.SEQUENCE, axis=1, tiled=True)
+            arrays = arrays | {name: gather(arrays[name]) for name in ("k_context", "v_context")}
         inputs = tuple(arrays.get(name) for name in names)
         options = {"causal": causal, "scale": scale}
         kernel = functools.partial(anchor_attention_kernel, **options)
@@ -99,7 +160,7 @@ def anchor_attention(q, k_context, v_context, k_block, v_block, anchors, keep, d
 def _mesh() -> AbstractMesh | None:
     """The mesh of several devices that the program is traced for, unless each device's part is already in hand."""
     mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) != set(meshes.AXES) or mesh.size == 1 or mesh.manual_axes:
+    if not meshes.is_ours(mesh) or mesh.size == 1 or mesh.manual_axes:
         return None
     return mesh
 

@@ -54,7 +54,9 @@ def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array,
     def local(moe, *inputs):
         return jax.lax.psum(experts(moe, *inputs, first=jax.lax.axis_index(spread) * moe.gate_up.shape[0]), spread)
 
-    here = PartitionSpec("data") if rows.shape[0] % mesh.shape["data"] == 0 else PartitionSpec()
+    parts = mesh.shape["data"] * meshes.sequence_parts(mesh)
+    here = PartitionSpec(tuple(axis for axis in ("data", meshes.SEQUENCE) if axis in mesh.shape))
+    here = here if rows.shape[0] % parts == 0 else PartitionSpec()
     held = MoE(PartitionSpec(), PartitionSpec(spread), PartitionSpec(spread), PartitionSpec())  # pyright: ignore[reportArgumentType]
     # Gradients do not pass here (a target is frozen), so nothing needs the proof that outputs agree across devices.
     run = jax.shard_map(local, mesh=mesh, in_specs=(held, here, here, here), out_specs=here, check_vma=False)
@@ -63,7 +65,7 @@ def routed(moe: MoE, config: MoEConfig, x: Float[Array, "*N D"]) -> Float[Array,
 
 def expert_axes(mesh, count: int) -> tuple[str, ...]:
     """Mesh axes over which this many experts are spread; none outside a mesh of this package."""
-    if set(mesh.axis_names) != set(meshes.AXES):
+    if not meshes.is_ours(mesh):
         return ()
     axes = meshes.partition(mesh, ("experts",), (count,))[0]
     return axes if isinstance(axes, tuple) else (axes,) if axes else ()

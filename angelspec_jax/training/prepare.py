@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from angelspec_jax import places
-from angelspec_jax.config import DataSection, DrafterSection, Stage, TrainConfig
+from angelspec_jax.config import DataSection, DrafterSection, OptimizationSection, Stage, TrainConfig
 from angelspec_jax.data import conversations as reading
 from angelspec_jax.data import features, packing, pipeline
 from angelspec_jax.data.chat import encode_conversation
@@ -165,6 +165,26 @@ def drafter_config(section: DrafterSection, target: Target) -> TrainableConfig:
             "some of them twice; name fewer taps or the layer ids themselves"
         )
     return config
+
+
+def check_sequence(config: TrainConfig, parts: int) -> None:
+    """Raise ValueError when a run cannot have its sequences spread over `parts` devices, the size of mesh.sequence."""
+    if parts > 1:
+        check_parts(parts, config.drafter.family, config.data.max_length, config.train)
+        if config.data.cache is not None:
+            raise ValueError("data.cache holds whole sequences, which mesh.sequence spreads; leave the cache out or set mesh.sequence=1")
+
+
+def check_parts(parts: int, family: str, length: int, train: OptimizationSection) -> None:
+    """Raise ValueError unless texts of `length` tokens and their chains of a `family` drafter divide over `parts` devices."""
+    if family not in AUTOREGRESSIVE:
+        raise ValueError(f"mesh.sequence={parts} trains MTP and EAGLE-3 only, not {family}; set mesh.sequence=1 and use mesh.fsdp instead")
+    if length % (8 * parts):
+        raise ValueError(f"mesh.sequence={parts} needs a length in multiples of {8 * parts} tokens, got {length}; round data.max_length up")
+    if train.anchors % parts:
+        raise ValueError(f"mesh.sequence={parts} deals out train.anchors, which must be a multiple of it, got {train.anchors}")
+    if train.max_documents > 1:
+        raise ValueError(f"mesh.sequence={parts} takes one conversation a row; set train.max_documents=1")
 
 
 def check_confidence(config: TrainableConfig, stages: Sequence[Stage]) -> None:

@@ -21,7 +21,7 @@ from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.registry import AnyDrafter, TrainableConfig
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams
-from angelspec_jax.training import opd, ttt
+from angelspec_jax.training import dealing, opd, ttt
 from angelspec_jax.training.anchors import block_targets, gather_rows, sample_anchors
 from angelspec_jax.training.objective import Objective, block_loss
 
@@ -199,8 +199,10 @@ def _chain_loss(
     gated = ttt.gate(loss_mask, settings.ttt.mask)
     anchors, keep = sample_anchors(key, gated, settings.anchors, steps + 1, rule=settings.anchor_rule, valid=valid, documents=documents)
     keep = keep & (jnp.take_along_axis(positions, anchors, axis=1) > 0)  # nothing precedes the first token
+    anchors, keep = dealing.deal(anchors), dealing.deal(keep)
     # Labels from the token after the anchor on: the slots after the first of a block that predicts its own places.
-    targets = block_targets(tokens, gated, anchors, keep, steps + 1, "same_position", 0, documents=documents, positions=positions)
+    look = [None if x is None else dealing.everywhere(x, anchors) for x in (tokens, gated, documents, positions)]
+    targets = block_targets(*look[:2], anchors, keep, steps + 1, "same_position", 0, documents=look[2], positions=look[3])  # pyright: ignore[reportArgumentType]
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     head = cell.head(params, drafter, frozen.head)
@@ -222,7 +224,7 @@ def _chain_loss(
     return block_loss(
         objective,
         states,
-        gather_rows(hidden, targets.teacher_index[:, :, 1:]),
+        dealing.gather_rows(hidden, targets.teacher_index[:, :, 1:]),
         labels[:, :, 1:],
         targets.weight_mask[:, :, 1:],
         functools.partial(_head, rows=head),

@@ -101,6 +101,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
     if config.data.cache is not None and config.train.max_documents > 1:
         raise ValueError("data.cache keeps features of whole conversations; set train.max_documents=1 or leave the cache out")
     mesh = make_mesh(config.mesh)
+    prepare.check_sequence(config, meshes.sequence_parts(mesh))
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.batch_size % shards:
         raise ValueError(f"train.batch_size {config.train.batch_size} must be a multiple of the {shards} data x fsdp shards of the mesh")
@@ -129,9 +130,9 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
 def make_mesh(section: MeshSection) -> Mesh:
     """The mesh of a run; one that is smaller than the machine takes its first devices."""
     sizes, devices = (section.data, section.fsdp, section.tensor), jax.devices()
-    if -1 not in sizes and jax.process_count() == 1:
-        devices = devices[: math.prod(sizes)]
-    return meshes.make_mesh(*sizes, devices=devices)
+    if -1 not in (*sizes, section.sequence) and jax.process_count() == 1:
+        devices = devices[: math.prod(sizes) * section.sequence]
+    return meshes.make_mesh(*sizes, devices=devices, sequence=section.sequence)
 
 
 def check_same_run(checkpoints: Checkpoints, config: TrainConfig) -> None:
@@ -210,9 +211,8 @@ class Run:
         folder, main = Path(config.output), jax.process_index() == 0
         journal, clock = Journal(folder, start, main, config.evaluation.tensorboard), Clock(spent)
         tracing = Profile(folder, start, profile)
-        batches = pipeline.batches(
-            self.job.training, config.train.batch_size, config.data.max_length, config.data.seed, jax.process_index(), jax.process_count()
-        )
+        share, shares = self.share()
+        batches = pipeline.batches(self.job.training, config.train.batch_size, config.data.max_length, config.data.seed, share, shares)
         window: list[tuple[dict, float, int]] = []
         measured: Mapping[str, Any] = {}
         self.display.start(start)
@@ -220,9 +220,11 @@ class Run:
         with contextlib.closing(journal), contextlib.closing(tracing), reading as stream:
             for index, host_batch in stream:
                 tracing.before(index)
-                state, metrics = self.train_step(state, self.frozen, self.place(host_batch), self.stage(index))
+                placed = self.place(host_batch)
+                with jax.set_mesh(self.job.mesh):  # kernels are mapped over the mesh they are traced for
+                    state, metrics = self.train_step(state, self.frozen, placed, self.stage(index))
                 jax.block_until_ready(metrics)
-                window.append((metrics, clock.tick(), int(host_batch["lengths"].sum()) * jax.process_count()))
+                window.append((metrics, clock.tick(), int(host_batch["lengths"].sum()) * shares))
                 done = index + 1
                 if tracing.after(done):
                     self.display.say(f"steps up to {done} were traced in {tracing.folder}; look at them with xprof or TensorBoard")
@@ -267,6 +269,12 @@ class Run:
         """The objective in force at a step."""
         ends = self.job.config.train.stage_ends()
         return next(number for number, end in enumerate(ends) if index < end)
+
+    def share(self) -> tuple[int, int]:
+        """Which slice of a batch this process reads, of how many: with parts of a sequence on several processes, these read the same."""
+        mesh = self.job.mesh
+        processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+        return meshes.batch_share(processes.reshape(mesh.shape["data"] * mesh.shape["fsdp"], -1), jax.process_index())
 
     def place(self, batch: Mapping[str, np.ndarray]) -> step.Batch:
         """This process's slice of a batch on its devices, sharded over the sequences."""
@@ -328,7 +336,9 @@ class Run:
         for batch in pipeline.sequential(self.job.validation, indices, train.batch_size, self.job.config.data.max_length):
             # Every process reads the whole batch here and keeps the rows of its devices.
             placed = {n: jax.make_array_from_callback(v.shape, sharding, lambda at, v=v: v[at]) for n, v in batch.items()}
-            found.append(jax.device_get(self.validate(params, self.frozen, placed, self.stage(done - 1))))
+            with jax.set_mesh(self.job.mesh):
+                metrics = self.validate(params, self.frozen, placed, self.stage(done - 1))
+            found.append(jax.device_get(metrics))
         return merge(found)
 
     def export(self, state: step.TrainState, folder: Path, seconds: float, command: str | None, measured: Mapping[str, Any]) -> Path:

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from angelspec_jax.drafter.autoregressive import Cell
 from angelspec_jax.target import kernels
 from angelspec_jax.target.layers import decoder_layer, project_kv, rotation
-from angelspec_jax.training import chunks
-from angelspec_jax.training.anchors import gather_rows
+from angelspec_jax.target.whole import along_sequence
+from angelspec_jax.training import chunks, dealing
 
 MASKS = ("label", "input")
 
@@ -32,27 +32,30 @@ def unroll(
     condition: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
-    anchors: Int[Array, "B A"],
-    keep: Bool[Array, "B A"],
+    anchors: Int[Array, "dealt A"],
+    keep: Bool[Array, "dealt A"],
     steps: int,
     documents: Int[Array, "B S"] | None = None,
-    say: Callable[[Float[Array, "B A D"]], Int[Array, "B A"]] | None = None,
-) -> Float[Array, "B A K D"]:
+    say: Callable[[Float[Array, "dealt A D"]], Int[Array, "dealt A"]] | None = None,
+) -> Float[Array, "dealt A K D"]:
     """What the head scores at each of `steps` steps of every chain; chains that are not kept mean nothing.
 
     `condition` is what the target leaves at every position (`Cell.condition`), `positions` restart per document. Step k reads the token at
     anchor + k; with `say` (on-policy rollout) it reads instead what the drafter itself says after step k - 1, `say(scored)`, without
     gradient. Rows rotate at their own position; MTP's zeroed embedding at position 0 goes by where the chain's first row stands, at every
-    step, as in AngelSpec's training (in decoding only that row itself has it, which is the same but for chains that start there).
+    step, as in AngelSpec's training (in decoding only that row itself has it, which is the same but for chains that start there). Anchors
+    may be dealt over the devices that share a sequence (`training.dealing`), else there are B rows of them.
     """
     model, layer, dtype, length = config.transformer, params.layer, condition.dtype, tokens.shape[1]
-    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))  # the last row has no partner, and no chain sees it
-    _, normed = cell.read(params, config, embed[following].astype(dtype), condition, positions)
-    k_context, v_context = project_kv(layer, model, normed, rotation(model, positions))
+    following = along_sequence(jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))))  # the last row has no partner, and no chain sees it
+    condition, places = along_sequence(condition), along_sequence(positions)
+    _, normed = cell.read(params, config, along_sequence(embed[following]).astype(dtype), condition, places)
+    k_context, v_context = project_kv(layer, model, normed, rotation(model, places))
     first = jnp.maximum(anchors - 1, 0)
+    positions, tokens = dealing.everywhere(positions, anchors), dealing.everywhere(tokens, anchors)
     start = jnp.take_along_axis(positions, first, axis=1)
-    own_documents = None if documents is None else jnp.take_along_axis(documents, first, axis=1)
-    hidden, token = gather_rows(condition, first), jnp.take_along_axis(tokens, anchors, axis=1)
+    own_documents = None if documents is None else jnp.take_along_axis(dealing.everywhere(documents, anchors), first, axis=1)
+    hidden, token = dealing.gather_rows(condition, first), jnp.take_along_axis(tokens, anchors, axis=1)
     keys, values, scored = [], [], []
     for step in range(steps):
 
