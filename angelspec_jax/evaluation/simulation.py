@@ -7,6 +7,7 @@ for a chip that is not here, it predicts what that device would do with these dr
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,8 +94,10 @@ def compiled_costs(files: Sequence[str | Path]) -> CostTable:
 
     Each file is about one number of slots and one budget: compile with `decode.requests=R decode.budgets=[B]`, for every R with B = 0 (a
     plain step) and the same one or several B above. The drafter runs in full whatever the budget, so the cost of a draft that verifies
-    nothing is where the line through the two smallest budgets meets 0; with one budget it is that budget's. Collectives, the rounds of
-    loops inside a draft, and reading in prompts are not in these estimates. Raises ValueError for files that are something else or do not
+    nothing is where the line through the two smallest budgets meets 0; with one budget it is that budget's. Powers of two between two
+    compiled numbers of slots are filled in on the line between them (a little too dear: costs bend upwards, from reading weights to
+    computing) and named in the table's `estimated`. Collectives, the rounds of loops inside a draft, and reading in prompts are not in
+    these estimates. Raises ValueError for files that are something else or do not
     belong together.
     """
     found: dict[int, dict[int, float]] = {}
@@ -119,7 +122,21 @@ def compiled_costs(files: Sequence[str | Path]) -> CostTable:
                 raise ValueError(f"no file is about {slots} slots and a budget of {budget}; compile one with {missing}")
     plain = {slots: own[0] for slots, own in found.items()}
     drafted = {slots: _with_draft(own, budgets) for slots, own in found.items()}
-    return CostTable(tuple(budgets), plain, drafted, facts, source=COMPUTED)
+    between = _between(sorted(found))
+    for slots, (lower, upper) in between.items():
+        share = (slots - lower) / (upper - lower)
+        line = lambda low, high, share=share: low + share * (high - low)  # noqa: E731
+        plain[slots] = line(plain[lower], plain[upper])
+        drafted[slots] = tuple(map(line, drafted[lower], drafted[upper]))
+    source = COMPUTED if not between else f"{COMPUTED} for {', '.join(map(str, sorted(found)))} slots"
+    return CostTable(tuple(budgets), plain, drafted, facts, source=source, estimated=tuple(between))
+
+
+def _between(sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Powers of two that lie between neighbouring sizes, with these."""
+    pairs = list(itertools.pairwise(sizes))
+    powers = [1 << bit for bit in range(sizes[-1].bit_length())]
+    return {power: pair for pair in pairs for power in powers if pair[0] < power < pair[1]}
 
 
 def _compiled_step(file: Path) -> tuple[int, int, float, dict[str, Any]]:

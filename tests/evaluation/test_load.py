@@ -64,6 +64,18 @@ def test_a_replay_predicts_the_engine(toy_target, helper):
                 assert predicted.rate == pytest.approx(rate(done), rel=0.1), (concurrency, budget)
 
 
+def test_compiled_costs_are_filled_in_between(tmp_path):
+    step = {"program": "decode step", "topology": "v6e:2x4", "mesh": "1x1x8", "layers": 2}
+    for slots, budget, seconds in ((4, 0, 1.0), (4, 2, 2.0), (24, 0, 3.0), (24, 2, 7.0)):
+        found = {"config": "c", "decode": {"requests": slots, "capacity": 64, "budgets": [budget]}}
+        found["programs"] = [step | {"estimated_seconds": seconds}]
+        (tmp_path / f"{slots}-{budget}.json").write_text(json.dumps(found))
+    table = simulation.compiled_costs(sorted(tmp_path.glob("*.json")))
+    assert table.sizes == (4, 8, 16, 24) and table.estimated == (8, 16)
+    assert table.plain[8] == pytest.approx(1.4) and table.drafted[16] == pytest.approx((5.0, 5.0))
+    assert table.source == "computed from the compiler's estimates for 4, 24 slots"
+
+
 def test_a_simulation_knows_what_does_not_fit():
     trace = loading.Trace([[0.5, 0.4, 0.2]], [2], 5.0, 10.0)
     found = simulation.simulate(trace, TABLE, 1, "off", rounds=10)
