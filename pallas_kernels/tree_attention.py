@@ -232,6 +232,9 @@ def _call(bounds, table, rows, own, caches, scales, *, blocks: Blocks, causal, s
         _kernel, blocks=blocks, page=page, arrays=len(caches), scale_refs=len(scale_specs), per_token=per_token,
         prefix_steps=prefix_steps, causal=causal, scale=scale, window=window,
     )  # fmt: skip
+    if per_token and interpret is False:
+        # Read once and in the order of the pages: a copy of all of them to on-chip memory, which XLA would make ahead, gains nothing.
+        scales = tuple(pltpu.with_memory_space_constraint(part, pltpu.HBM) for part in scales)
     keys = f"keys_{blocks.pages}x{page}-heads_{blocks.groups}"
     return pl.pallas_call(
         kernel,
