@@ -55,6 +55,9 @@ def step_table(costs: StepCosts) -> Table:
     row("plain step", costs.plain)
     if costs.draft is not None:
         row("draft", costs.draft)
+    if costs.round is not None and costs.overhead is not None:
+        row("whole round", costs.round)
+        row(f"beyond draft and verification ({100 * costs.overhead / costs.round:.1f} %)", costs.overhead)
     for width, seconds in costs.verify.items():
         row(f"verify {width} row{'s' if width > 1 else ''}", seconds, f"{costs.break_even(width):.2f}" if width > 1 else "")
     table.caption = f"floor: {costs.weight_bytes / 1e6:.0f} MB of weights at {costs.bandwidth / 1e9:.1f} GB/s"

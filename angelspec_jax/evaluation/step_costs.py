@@ -1,6 +1,8 @@
 """What the parts of a round cost on this device: verification by width, drafting, a plain step, and the floor that memory sets.
 
-A decode step at batch 1 reads every weight once, so it cannot be faster than their bytes over the memory's bandwidth.
+A decode step at batch 1 reads every weight once, so it cannot be faster than their bytes over the memory's bandwidth. What a whole round
+takes beyond drafting and verifying (the cut, acceptance, counters) is its overhead; whole and parts are timed in turns, so that what else
+the machine does weighs on all of them alike.
 """
 
 import concurrent.futures
@@ -17,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from angelspec_jax.decoding.generate import generate
-from angelspec_jax.decoding.step import Plan, Weights
+from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.decoding.generate import generate, start
+from angelspec_jax.decoding.step import DecodeState, Plan, Weights, speculative_step
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.drafter.types import DraftPolicy, Seen, Shared
@@ -43,6 +46,8 @@ class StepCosts:
     verify: dict[int, float]  # rows per request -> seconds of one pass with head, choice and commit
     plain: float  # one plain step inside `generate`
     draft: float | None  # one draft with the digestion of a full round's features; None without a drafter
+    round: float | None  # one whole round that drafts and verifies all it can; None without a drafter
+    overhead: float | None  # what the round took beyond its draft and its verification; below 0 where the parts cost more alone
     weight_bytes: int  # what one pass reads
     bandwidth: float  # bytes per second, streaming
 
@@ -55,8 +60,13 @@ class StepCosts:
         """Tokens a round of this width must emit to be as fast as plain steps."""
         return (self.verify[width] + (self.draft or 0.0 if width > 1 else 0.0)) / self.plain
 
+    @property
+    def overhead_share(self) -> float | None:
+        """Share of a round that is neither drafting nor verifying; None without a drafter."""
+        return None if self.round is None or self.overhead is None else self.overhead / self.round
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"floor": self.floor}
+        return dataclasses.asdict(self) | {"floor": self.floor, "overhead_share": self.overhead_share}
 
 
 def measure_widths(
@@ -72,17 +82,32 @@ def measure_widths(
     """Measure on the default device. Raises ValueError for widths or contexts that do not fit."""
     if not widths or min(widths) < 1 or max(widths) > 64:
         raise ValueError(f"widths must lie between 1 and 64, got {', '.join(map(str, widths))}")
-    longest = max(context + max(widths), context + 32)
+    deepest = ROUNDS * (drafter.config.num_drafts + 1) if drafter is not None else 0
+    longest = context + max(max(widths), 32, deepest)
     if context < 1 or longest > capacity:
         raise ValueError(f"a context of {context} tokens and what is measured after it need a capacity of {longest}, got {capacity}")
     taps = drafter.config.taps if drafter is not None else ()
+    shape = (requests, context, capacity)
+    passes = {width: _median(_verify_runner(target, taps, width, *shape), repeats) / ROUNDS for width in sorted(set(widths))}
+    whole = draft = overhead = None
+    if drafter is not None:
+        parts = (
+            _round_runner(drafter, target, *shape),
+            _draft_runner(drafter, target, *shape),
+            _verify_runner(target, taps, drafter.config.num_drafts + 1, *shape),
+        )
+        turns = _in_turns(parts, repeats)
+        whole, draft = (statistics.median(times) / ROUNDS for times in turns[:2])
+        overhead = statistics.median(one - two - three for one, two, three in zip(*turns, strict=True)) / ROUNDS
     return StepCosts(
         requests=requests,
         context=context,
         capacity=capacity,
-        verify={width: _time_verify(target, taps, width, requests, context, capacity, repeats) for width in sorted(set(widths))},
+        verify=passes,
         plain=_time_plain(target, requests, context, capacity, repeats),
-        draft=None if drafter is None else time_draft(drafter, target, requests, context, capacity, repeats),
+        draft=draft,
+        round=whole,
+        overhead=overhead,
         weight_bytes=weight_bytes(target.params),
         bandwidth=streaming_bandwidth(),
     )
@@ -124,16 +149,43 @@ def _fastest(ways: Sequence[Callable[[], Any]], repeats: int) -> float:
 
 def _median(run: Callable[[], Any], repeats: int) -> float:
     """Median seconds of a call, the first one (which compiles) aside."""
-    jax.block_until_ready(run())
-    found = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
+    return statistics.median(_in_turns([run], repeats)[0])
+
+
+def _in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    """Seconds of every call of every function, called in turns; the first calls, which compile, aside."""
+    for run in runs:
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, times in zip(runs, found, strict=True):
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - begin)
+    return found
 
 
-def _time_verify(target: Target, taps, width: int, requests: int, context: int, capacity: int, repeats: int) -> float:
+def _round_runner(drafter: Drafter, target: Target, requests: int, context: int, capacity: int) -> Callable[[], Any]:
+    """Whole rounds of greedy requests without stop tokens, from the same lengths in every call."""
+    plan = Plan(target.config, drafter.config)
+    weights = Weights(target.params, drafter.params, drafter.shared)
+    state, policy = start(plan, weights, [[0] * context] * requests, capacity - context, capacity=capacity)
+
+    def run():
+        nonlocal state
+        state = _whole_rounds(plan, weights, policy, state, context)
+        return state.length
+
+    return run
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+def _whole_rounds(plan: Plan, weights: Weights, policy: Policy, state: DecodeState, context: int) -> DecodeState:
+    state = dataclasses.replace(state, length=jnp.full_like(state.length, context), finished=jnp.zeros_like(state.finished))
+    return jax.lax.fori_loop(0, ROUNDS, lambda _, state: speculative_step(plan, weights, policy, state)[0], state)
+
+
+def _verify_runner(target: Target, taps, width: int, requests: int, context: int, capacity: int) -> Callable[[], Any]:
     cache = kv_cache.create(target.config, requests, capacity, target.params.embed.dtype)
     tokens = jnp.zeros((requests, width), jnp.int32)
     prefix = jnp.full((requests,), context, jnp.int32)
@@ -143,7 +195,7 @@ def _time_verify(target: Target, taps, width: int, requests: int, context: int, 
         cache, tokens = _verify_rounds(target.config, taps, target.params, cache, tokens, prefix)
         return tokens
 
-    return _median(run, repeats) / ROUNDS
+    return run
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -186,6 +238,10 @@ def _time_plain(target: Target, requests: int, context: int, capacity: int, repe
 
 def time_draft(drafter: Drafter, target: Target, requests: int, context: int, capacity: int, repeats: int) -> float:
     """Seconds of one draft to full depth, the digestion of a full round's features included."""
+    return _median(_draft_runner(drafter, target, requests, context, capacity), repeats) / ROUNDS
+
+
+def _draft_runner(drafter: Drafter, target: Target, requests: int, context: int, capacity: int) -> Callable[[], Any]:
     dtype = target.params.embed.dtype
     state = registry.module(drafter.config).create_state(drafter.config, requests, capacity, dtype)
     cache = kv_cache.create(target.config, requests, capacity, dtype)
@@ -201,7 +257,7 @@ def time_draft(drafter: Drafter, target: Target, requests: int, context: int, ca
         seen = dataclasses.replace(seen, anchor=anchor)
         return anchor
 
-    return _median(run, repeats) / ROUNDS
+    return run
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

@@ -84,7 +84,9 @@ def test_step_costs_cover_every_part(toy_target, toy_drafter, monkeypatch):
     monkeypatch.setattr(step_costs, "streaming_bandwidth", lambda: 1e9)
     found = step_costs.measure_widths(toy_target, toy_drafter, widths=(4, 1), context=10, capacity=48, repeats=2)
     assert list(found.verify) == [1, 4]
-    assert min(*found.verify.values(), found.plain, found.draft) > 0
+    assert min(*found.verify.values(), found.plain, found.draft, found.round) > 0
+    assert found.overhead < found.round
+    assert found.overhead_share == found.overhead / found.round
     assert found.weight_bytes == 4 * sum(leaf.size for leaf in jax.tree.leaves(toy_target.params)) - toy_target.params.embed.nbytes
     assert found.floor == found.weight_bytes / 1e9
     assert found.break_even(4) == pytest.approx((found.verify[4] + found.draft) / found.plain)
