@@ -2,8 +2,9 @@
 
 Inside this file a tensor goes by its vLLM name. A reduced vocabulary is two tables: `d2t` holds *offsets* (target id = row + d2t[row]) and
 `t2d` marks the tokens that have a row; AngelSpec's pruning tool indexes with the offsets as if they were ids, so a file it pruned does not
-pass the check against `t2d`. Layer ids in config.json are 0-based outputs, as AngelSpec and SpecForge count; engines that count inputs say
-one more. Where no ids are given they are the published default, 1, N/2 - 1 and N - 4.
+pass the check against `t2d`. Layer ids inside `eagle_config` are 0-based outputs, as AngelSpec and SpecForge count; beside it they are
+vLLM's, which counts inputs and so says one more. vLLM would take the inner ones as they are, hence an export for it holds both. Where no
+ids are given they are the published default, 1, N/2 - 1 and N - 4.
 
 `norm_output` means two things: in AngelSpec, whose files hold the target's embedding, that the next step reads the normed output; in
 SpecForge, whose files do not, that the head does, which is always so.
@@ -100,8 +101,9 @@ def origins(tensors: TensorSource, settings: Mapping[str, Any], answers: Overrid
     """What says so, for the rows of `describe` that a tensor does not tell."""
     del tensors, config
     inner = settings.get("eagle_config")
-    ids = next((key for key in ("target_layer_ids", "eagle_config") if settings.get(key) is not None), "the published default")
-    ids = "the published default" if ids == "eagle_config" and not (isinstance(inner, Mapping) and inner.get(AUX_IDS)) else ids
+    nested = inner.get(AUX_IDS) if isinstance(inner, Mapping) else None
+    stated = {"target_layer_ids": settings.get("target_layer_ids"), "eagle_config": nested, AUX_IDS: settings.get(AUX_IDS)}
+    ids = next((key for key, value in stated.items() if value is not None), "the published default")
     drafts = next((key for key in (DRAFTS, "ttt_length") if key in settings), "our default")
     norm = "norm_output" if settings.get("norm_output") is not None else "all trainers' default"
     said = {"drafts per round": drafts, "target layers": ids, "next step reads": norm, "rope base": "config.json"}
@@ -231,6 +233,10 @@ def _taps(source: Renamed, settings: Mapping[str, Any], answers: Overrides, widt
             f"{where}: config.json does not say how many layers the target has; {how_to_answer('target_num_layers=36')}"
         )
     ids = settings.get("target_layer_ids", inner.get(AUX_IDS) if isinstance(inner, Mapping) else None)
+    served = settings.get(AUX_IDS)
+    if ids is None and served is not None:
+        counted = isinstance(served, list) and all(type(index) is int for index in served)
+        ids = [index - 1 for index in served] if counted else served
     ids = default_taps(depth) if answers.taps is None and ids is None else ids if answers.taps is None else answers.taps
     if not isinstance(ids, list | tuple) or any(type(index) is not int for index in ids):
         raise ValueError(f"{where}: the layer ids must be a list of integers, got {ids!r}")
@@ -293,5 +299,6 @@ def _settings(config: Eagle3Config, layout: str) -> dict[str, Any]:
         "num_aux_hidden_states": len(config.taps),
         "eagle_config": {AUX_IDS: list(config.taps)},
         "fc_norm": config.fc_norm,
+        **({AUX_IDS: [tap + 1 for tap in config.taps]} if layout == "vllm" else {}),
         **({"norm_output": config.feedback_norm} if layout != "specforge" else {}),
     }

@@ -241,6 +241,18 @@ def test_open_decisions_are_refused_and_named(target, make, tmp_path):
         load_drafter(tmp_path / "eagle3", target, feedback_norm=False, taps=(0, 1))
 
 
+def test_vllm_counts_the_inputs_of_layers(target, make, tmp_path):
+    save_drafter(tmp_path / "served", make("eagle3"), layout="vllm")
+    settings = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert settings["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # what it collects before these layers
+    assert settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+    _rewrite(tmp_path / "served", eagle_config=None)
+    assert load_drafter(tmp_path / "served", target).config.taps == (0, 2, 4)
+    _rewrite(tmp_path / "served", eagle_aux_hidden_state_layer_ids=["one", 3, 5])
+    with pytest.raises(ValueError, match="the layer ids must be a list of integers"):
+        load_drafter(tmp_path / "served", target)
+
+
 def test_a_vocabulary_table_of_ids_is_refused(target, make, tmp_path):
     from safetensors.numpy import load_file, save_file
 
