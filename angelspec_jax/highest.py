@@ -19,9 +19,9 @@ RECALL = 0.95
 
 def highest(scores: Float[Array, "*N V"], count: int) -> tuple[Float[Array, "*N M"], Int[Array, "*N M"]]:
     """The `count` highest scores of each row, best first, and their places; on a TPU a few behind the first may be missing."""
-    return jax.lax.platform_dependent(
-        scores, tpu=functools.partial(by_parts, count=count), default=lambda scores: tuple(jax.lax.top_k(scores, count))
-    )
+    tpu = functools.partial(by_parts, count=count)
+    best, places = jax.lax.platform_dependent(scores, tpu=tpu, default=lambda scores: tuple(jax.lax.top_k(scores, count)))
+    return best, places
 
 
 def by_parts(scores: Float[Array, "*N V"], count: int) -> tuple[Float[Array, "*N M"], Int[Array, "*N M"]]:

@@ -6,6 +6,7 @@ width, vocabulary). Training on long texts adds `sequence`, over which the token
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +147,8 @@ def shardings(mesh: Mesh, specs, rules=None):
     return map_params(lambda p: sharding(mesh, p.axes, p.shape, rules), specs)
 
 
-def placement(param, place: jax.sharding.Sharding, platform: str) -> jax.sharding.Sharding | Format:
-    """Where an array of a parameter is put, with the order of its axes in memory where the parameter asks for one.
+def placement(param, place: jax.sharding.Sharding, platform: str) -> Any:
+    """Where an array of a parameter is put, a sharding or a format: with the order of its axes in memory where the parameter asks for one.
 
     The order is for the matrix units of a TPU: a weight whose innermost axes are not those of its product would be copied at each use.
     Programs take arrays in the layout they come in, so this is the one place that decides it.
@@ -157,10 +158,10 @@ def placement(param, place: jax.sharding.Sharding, platform: str) -> jax.shardin
 
 def put_on(device: jax.Device | None, param, value) -> jax.Array:
     """A whole parameter, or one shard of it, on one device; None: the default device, to which the array is not committed."""
-    if param.order is None or (device or jax.devices()[0]).platform != "tpu":
-        return jnp.asarray(value) if device is None else jax.device_put(value, device)
-    device = device or jax.devices()[0]
-    return jax.device_put(value, placement(param, SingleDeviceSharding(device), device.platform))
+    where: jax.Device = jax.devices()[0] if device is None else device
+    if param.order is None or where.platform != "tpu":
+        return jnp.asarray(value) if device is None else jax.device_put(value, where)
+    return jax.device_put(value, placement(param, SingleDeviceSharding(where), where.platform))
 
 
 def placements(mesh: Mesh, specs, rules=None):
