@@ -367,7 +367,9 @@ def compile_programs(
         if output is not None:  # after every program, so that what is known outlives a later one that does not fit
             facts = {"config": config, "overrides": overrides or [], "decode": dataclasses.asdict(settings.decode)}
             report.write_json(output, {**facts, "programs": [program.to_dict() for program in found]})
-    Console().print(compiling.table(found))
+    console = Console()
+    console.width = max(console.width, 120)  # figures are of no use cut short, as they would be in a file
+    console.print(compiling.table(found))
 
 
 @app.command()
