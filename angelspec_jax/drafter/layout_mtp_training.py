@@ -13,7 +13,7 @@ import numpy as np
 from angelspec_jax.drafter.layout_settings import Overrides, how_to_answer
 from angelspec_jax.drafter.layout_source import architecture
 from angelspec_jax.target.config import MoEConfig
-from angelspec_jax.target.layout import Box, Leaf, boxed, tensors_of
+from angelspec_jax.target.layout import Box, boxed, tensors_of
 from angelspec_jax.target.moe import MoE
 
 ARCHITECTURE, MODEL_TYPE = "MTPDraftModel", "mtp"
@@ -44,7 +44,7 @@ def as_target(settings: Mapping[str, Any], answers: Overrides, file: Path) -> di
     return dict(settings) | {"architectures": [named], "num_hidden_layers": depth, "qk_norm": True, "first_k_dense_replace": 0}
 
 
-def fused_leaves(config: MoEConfig, width: int) -> tuple[Leaf, Leaf]:
+def fused_leaves(config: MoEConfig, width: int) -> tuple[Any, Any]:
     """Where `gate_up` [X, D, 2, F] and `down` [X, F, D] of experts stored together come from."""
     x, f = config.num_experts, config.intermediate_size
     half = ((x,), (width,), (1, f))

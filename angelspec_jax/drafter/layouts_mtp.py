@@ -125,9 +125,9 @@ def drafter_leaves(config: MTPConfig, *, fused: bool = False) -> MTP:
     model = config.transformer
     d = model.hidden_size
     layer = layer_leaves(model, "", model.is_sparse(0))
-    if fused and model.moe is not None:
+    if fused and model.moe is not None and layer.moe is not None:
         gate_up, down = training.fused_leaves(model.moe, d)
-        layer = layer.replace(moe=layer.moe.replace(gate_up=gate_up, down=down))
+        layer = dataclasses.replace(layer, moe=dataclasses.replace(layer.moe, gate_up=gate_up, down=down))
     return MTP(
         embed_norm=plain_leaf("enorm.weight", (d,)),
         hidden_norm=plain_leaf("hnorm.weight", (d,)),
