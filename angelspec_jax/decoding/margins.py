@@ -15,6 +15,7 @@ EVERY = 100  # rounds between two fits
 LEARNING = 3  # fits before the estimates are used
 ENOUGH = 50  # trials of a depth
 RIDGE = 1e-3
+FURTHEST = 6.0  # offsets stay within plus and minus this, so that an estimate of almost 0 or 1 can be unlearned
 
 
 @struct.dataclass
@@ -88,14 +89,20 @@ def _chance(fitted: Margins, margin, depth):
 
 
 def _fit(fitted: Margins) -> Margins:
-    """One Newton step of every depth that saw enough; a step that makes no sense is not taken."""
+    """One Newton step of every depth that saw enough; a step that makes no sense is not taken.
+
+    A larger margin never counts against a draft: where the step would make the slope negative, as it does when nothing was accepted, the
+    slope becomes 0 and the offset alone is fitted.
+    """
     a, b, c = (fitted.information[:, i] + (RIDGE if i != 1 else 0.0) for i in range(3))
     determinant = a * c - b * b
     safe = jnp.where(jnp.abs(determinant) > 1e-12, determinant, 1.0)
     up, down = fitted.gradient[:, 0], fitted.gradient[:, 1]
     slope = fitted.slope + (c * up - b * down) / safe
-    offset = fitted.offset + (a * down - b * up) / safe
-    good = (fitted.trials >= ENOUGH) & (jnp.abs(determinant) > 1e-12) & jnp.isfinite(slope) & jnp.isfinite(offset) & (slope >= 0)
+    flat = slope < 0
+    offset = jnp.where(flat, fitted.offset + (down + b * fitted.slope) / c, fitted.offset + (a * down - b * up) / safe)
+    slope, offset = jnp.where(flat, 0.0, slope), jnp.clip(offset, -FURTHEST, FURTHEST)
+    good = (fitted.trials >= ENOUGH) & (jnp.abs(determinant) > 1e-12) & jnp.isfinite(slope) & jnp.isfinite(offset)
     fresh = create(fitted.trials.shape[0])
     return Margins(
         slope=jnp.where(good, slope, fitted.slope),

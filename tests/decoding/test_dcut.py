@@ -147,6 +147,16 @@ def test_the_margin_estimator_finds_the_logistic_it_is_shown():
     np.testing.assert_allclose(tree, estimate, rtol=1e-6)
 
 
+def test_a_drafter_that_is_never_right_is_found_out_and_may_be_right_again():
+    random, observe, fitted = np.random.default_rng(1), jax.jit(margins.observe), margins.create(1)
+    depth, tried = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1), bool)
+    for right, low, high in ((False, 0.0, 0.05), (True, 0.95, 1.0), (False, 0.0, 0.05)):
+        for _ in range(6 * margins.EVERY):
+            fitted = observe(fitted, jnp.asarray(random.uniform(0, 6, (8, 1)), jnp.float32), depth, tried, tried & right)
+        estimate = margins.survival(fitted, jnp.asarray([[0.5], [5.0]], jnp.float32), None, depth[:2])
+        assert low <= float(estimate.min()) <= float(estimate.max()) <= high
+
+
 def test_few_trials_fit_nothing():
     fitted = margins.create(1)
     ones = jnp.ones((1, 1), bool)

@@ -5,6 +5,7 @@ What such a drafter knows is among its parameters, so tests of all qualities sha
 
 import dataclasses
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,12 +74,12 @@ def knowing(bench: Bench, prompts, texts, wrong=(), parents=None, lengths=None) 
         table[row, : len(prompt) + len(text)] = [*prompt, *text]
     for position in wrong:
         table[:, position] = (table[:, position] + 1) % 90
-    real = bench.speculative.drafter
-    assert isinstance(real, DrafterConfig)
+    real, params = bench.speculative.drafter, bench.weights.drafter
+    assert isinstance(real, DrafterConfig) and isinstance(params, block.BlockDrafter)
     values = {field.name: getattr(real, field.name) for field in dataclasses.fields(DrafterConfig)}
     config = KnowingConfig(**values, parents=None if parents is None else tuple(parents), lengths=lengths)
     plan = dataclasses.replace(bench.speculative, drafter=config, budgets=())
-    weights = dataclasses.replace(bench.weights, drafter=Knowledge(bench.weights.drafter, jnp.asarray(table)))
+    weights = dataclasses.replace(bench.weights, drafter=Knowledge(params, jnp.asarray(table)))
     return dataclasses.replace(bench, speculative=plan, weights=weights)
 
 
@@ -99,7 +100,8 @@ def _draft(params, config, shared, seen, state, noise, policy):
     return Draft(tokens, OneHot(), survival, structure)
 
 
-registry.MODULES[KnowingConfig] = types.SimpleNamespace(create_state=block.create_state, extend=_extend, draft=_draft)
+MODULE: Any = types.SimpleNamespace(create_state=block.create_state, extend=_extend, draft=_draft)
+registry.MODULES[KnowingConfig] = MODULE
 
 
 def _depths(parents: np.ndarray) -> np.ndarray:
