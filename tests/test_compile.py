@@ -190,6 +190,19 @@ def test_training_step(topology, name):
 
 @pytest.mark.tpu_aot
 @needs_compiler
+@pytest.mark.parametrize("topology", [pytest.param("v5p:2x2x1", marks=pytest.mark.slow), "tpu7x:2x2x1"])
+def test_a_sequence_of_131072_tokens_over_all_devices(topology):
+    """No device holds a layer's activations of the whole text: its keys and values are the most that is gathered."""
+    mtp = ("drafter.family=mtp", "drafter.taps=null", "train.settings.anchors=512", "train.batch_size=1", "train.length=131072")
+    mesh = "train.mesh={data: 1, fsdp: 1, sequence: -1, tensor: 1}"
+    (report,) = compiling.run(compiling.load("targets/qwen3_8b", [*mtp, mesh]), topology, layers=2, parts=("train",))
+    assert report.vmem_bytes > 0 and report.hbm_bytes < report.hbm_limit
+    width_of_one_layer = 131072 * 2 * 12288 * 2  # bytes of its feed-forward product
+    assert report.temporary_bytes < 2 * width_of_one_layer
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
 @pytest.mark.parametrize(("topology", "name"), on_chips(("qwen3_30b_a3b", "hy3"), None))
 def test_experts_are_not_gathered(topology, name):
     """A device that held all experts of a layer would need several times the memory."""

@@ -143,6 +143,18 @@ def test_two_processes_repeat_themselves_bit_for_bit(job):
     assert [record["step"] for record in records if record["kind"] == "speculative"] == [20, 40]
 
 
+@pytest.mark.slow
+def test_two_processes_share_every_sequence(job):
+    """Both read the whole batch, and each holds half of every text."""
+    mtp = ("drafter.family=mtp", "drafter.taps=null", "train.steps=8", "mesh.data=1")
+    trainer.train(configs.load(job / "job.yaml", [f"output={job / 'whole'}", *mtp]))
+    both = Command(job, 2, f"output={job / 'halves'}", *mtp, "mesh.sequence=2")
+    assert both.wait() == [0, 0], both.text(0)
+    whole, halves = losses(job / "whole"), losses(job / "halves")
+    assert [step for step, _ in whole] == [step for step, _ in halves] == [4, 8]
+    np.testing.assert_allclose([v for _, v in halves], [v for _, v in whole], rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -2,9 +2,15 @@
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import types
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -14,6 +20,7 @@ from angelspec_jax.data.conversations import Conversation
 from angelspec_jax.data.regenerate import Settings
 
 pytest_plugins = ["toy_model"]
+ROOT = Path(cli.__file__).parents[1]
 SETTINGS = Settings("toy", "f" * 16, max_new_tokens=8, temperature=0.5, seed=3, thinking="off", template={"enable_thinking": False})
 
 
@@ -116,3 +123,29 @@ def test_command_answers_with_the_engine_as_the_target_does_alone(toy_directory,
     assert "0 conversations written, 3 were there" in again.output
     odd = CliRunner().invoke(cli.app, [*command, "--processes", "2"])
     assert odd.exit_code == 2 and "belong together" in odd.output
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_where_it_was(toy_directory, tmp_path):
+    """SIGKILL in the middle; the same command then writes what is missing, and together it is what an undisturbed run writes."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"id": i, "messages": [{"role": "user", "content": f"say {i}"}]}) + "\n" for i in range(40)))
+    arguments = ["regenerate", str(prompts), "--target", str(toy_directory)]
+    arguments += ["--max-new-tokens", "200", "--slots", "2", "--temperature", "0.9"]
+    environment = dict(os.environ) | {"ANGELSPEC_COMPILATION_CACHE": str(jax.config.jax_compilation_cache_dir)}
+    call = [sys.executable, "-m", "angelspec_jax", *arguments, "--output", str(output)]
+    running = subprocess.Popen(call, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while running.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 5):
+        time.sleep(0.01)
+    running.kill()
+    assert running.wait() == -signal.SIGKILL, "it was over before it was killed"
+    left = output.read_bytes()
+    whole = left[: left.rfind(b"\n") + 1]
+    assert whole.count(b"\n") >= 5
+    subprocess.run(call, env=environment, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    assert output.read_bytes().startswith(whole), "what was written stays"
+    undisturbed = CliRunner().invoke(cli.app, [*arguments, "--output", str(tmp_path / "whole.jsonl")], catch_exceptions=False)
+    assert undisturbed.exit_code == 0
+    by_record = [sorted(lines(path), key=lambda line: line["record"]) for path in (output, tmp_path / "whole.jsonl")]
+    assert [line["record"] for line in by_record[0]] == list(range(40))
+    assert by_record[0] == by_record[1]
