@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # for the processes that tests start; here see `pytest_runtest_setup`
 FLAGS = {
     "xla_force_host_platform_device_count": 8,
     # Eight devices on a busy machine of two cores may wait for each other longer than XLA's patience of 40 seconds.
@@ -30,14 +31,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 enable_compilation_cache(os.path.expanduser("~/.cache/angelspec-jax/compiled-tests"))
 
 
-QUICK = ("decoding", "exactness", "goldens")  # many programs, each of them tiny and run a few times
+OPTIMIZED = ("pallas_kernels",)  # interpreted kernels run longer than they compile
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """LLVM's expensive passes would cost these tests more than they save; set before any fixture compiles."""
+    """LLVM's expensive passes cost most tests, of many small programs, more than they save; set before any fixture compiles."""
     room = item.path.relative_to(Path(__file__).parent).parts[0]
-    jax.config.update("jax_disable_most_optimizations", room in QUICK)
+    jax.config.update("jax_disable_most_optimizations", room not in OPTIMIZED)
 
 
 @pytest.fixture(scope="module", autouse=True)
