@@ -156,9 +156,9 @@ def placement(param, place: jax.sharding.Sharding, platform: str) -> Any:
     return place if param.order is None or platform != "tpu" else Format(Layout(param.order), place)
 
 
-def put_on(device: jax.Device | None, param, value) -> jax.Array:
+def put_on(device: Any, param, value) -> jax.Array:
     """A whole parameter, or one shard of it, on one device; None: the default device, to which the array is not committed."""
-    where: jax.Device = jax.devices()[0] if device is None else device
+    where = jax.devices()[0] if device is None else device
     if param.order is None or where.platform != "tpu":
         return jnp.asarray(value) if device is None else jax.device_put(value, where)
     return jax.device_put(value, placement(param, SingleDeviceSharding(where), where.platform))
