@@ -190,7 +190,8 @@ def test_training_step(topology, name):
 
 @pytest.mark.tpu_aot
 @needs_compiler
-@pytest.mark.parametrize("topology", [pytest.param("v5p:2x2x1", marks=pytest.mark.slow), "tpu7x:2x2x1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
 def test_a_sequence_of_131072_tokens_over_all_devices(topology):
     """No device holds a layer's activations of the whole text: its keys and values are the most that is gathered."""
     mtp = ("drafter.family=mtp", "drafter.taps=null", "train.settings.anchors=512", "train.batch_size=1", "train.length=131072")
