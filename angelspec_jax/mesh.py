@@ -114,11 +114,10 @@ def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], 
     spec: list[str | tuple[str, ...] | None] = []
     for name, size in zip(axes, shape, strict=True):
         target = rules.get(name) if name else None
-        names = (target,) if isinstance(target, str) else (target or ())
-        names = tuple(axis for axis in names if axis in mesh.shape)
-        while names and size % _parts(mesh, names):
-            names = names[1:]
-        spec.append(None if _parts(mesh, names) == 1 else names if len(names) > 1 else names[0])
+        names = [axis for axis in ([target] if isinstance(target, str) else target or []) if axis in mesh.shape]
+        while names and size % _parts(mesh, tuple(names)):
+            names.pop(0)
+        spec.append(None if _parts(mesh, tuple(names)) == 1 else tuple(names) if len(names) > 1 else names[0])
     return PartitionSpec(*spec)
 
 

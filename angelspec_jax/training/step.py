@@ -201,8 +201,18 @@ def _chain_loss(
     keep = keep & (jnp.take_along_axis(positions, anchors, axis=1) > 0)  # nothing precedes the first token
     anchors, keep = dealing.deal(anchors), dealing.deal(keep)
     # Labels from the token after the anchor on: the slots after the first of a block that predicts its own places.
-    look = [None if x is None else dealing.everywhere(x, anchors) for x in (tokens, gated, documents, positions)]
-    targets = block_targets(*look[:2], anchors, keep, steps + 1, "same_position", 0, documents=look[2], positions=look[3])  # pyright: ignore[reportArgumentType]
+    whole = functools.partial(dealing.everywhere, like=anchors)
+    targets = block_targets(
+        whole(tokens),
+        whole(gated),
+        anchors,
+        keep,
+        steps + 1,
+        "same_position",
+        0,
+        documents=None if documents is None else whole(documents),
+        positions=whole(positions),
+    )
     labels = targets.labels if frozen.vocab_index is None else frozen.vocab_index[targets.labels]
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     head = cell.head(params, drafter, frozen.head)

@@ -105,7 +105,7 @@ def test_costs_of_a_chip_that_is_not_here(tmp_path):
     files = [compiled(tmp_path, slots, budget, seconds) for slots, own in steps.items() for budget, seconds in own.items()]
     table = simulation.compiled_costs(files)
     assert table.budgets == (0, 1, 3)
-    assert table.source == "computed from the compiler's estimates"
+    assert table.source == "computed from the compiler's estimates for 1, 1024 slots"
     assert table.plain == {1: 1.0, 1024: 2.0}
     assert table.drafted[1] == pytest.approx((1.4, 1.5, 1.7))
     assert table.drafted[1024] == pytest.approx((2.0, 3.0, 9.0))  # a line that meets 0 below a plain step

