@@ -27,7 +27,7 @@ from angelspec_jax import config as configs
 from angelspec_jax import mesh as meshes
 from angelspec_jax import params
 from angelspec_jax.config import DrafterSection, MeshSection, OptimizationSection
-from angelspec_jax.decoding import generate
+from angelspec_jax.decoding import generate, slots
 from angelspec_jax.decoding.step import DecodeState, Plan, Weights, speculative_step
 from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.config import DrafterConfig
@@ -36,7 +36,6 @@ from angelspec_jax.drafter.types import Shared
 from angelspec_jax.target import hf, kv_cache, whole
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
-from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, target_specs
 from angelspec_jax.training import prepare
 from angelspec_jax.training import step as training
@@ -283,10 +282,10 @@ def compile_kernels(
 
     if not isinstance(models.drafter, DrafterConfig):
         return
-    draft, slots, anchors = models.drafter.transformer, models.drafter.block_size, train.settings.anchors
+    draft, block_slots, anchors = models.drafter.transformer, models.drafter.block_size, train.settings.anchors
     group, size, dtype = draft.num_kv_heads, draft.head_dim, jnp.dtype(train.settings.compute_dtype)
-    context, block = array((1, train.length, group, size), dtype), array((1, anchors, slots, group, size), dtype)
-    inputs = (array((1, anchors, slots, draft.num_heads, size), dtype), context, context, block, block)
+    context, block = array((1, train.length, group, size), dtype), array((1, anchors, block_slots, group, size), dtype)
+    inputs = (array((1, anchors, block_slots, draft.num_heads, size), dtype), context, context, block, block)
     places = (whole((1, anchors)), array((1, anchors), jnp.bool_), None, None)
 
     def loss(*arrays):
@@ -332,7 +331,7 @@ def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh
         state, policy = jax.eval_shape(
             lambda: (generate.create_state(plan, models.dtype, shape.requests, shape.capacity), generate.even_policy(plan))
         )
-    state, policy = spread_state(state, shape.requests, mesh), _placed(policy, mesh, lambda x: (None,) * x.ndim)
+    state, policy = spread_state(state, mesh), _placed(policy, mesh, lambda x: (None,) * x.ndim)
     outputs = (_shardings(state), None)
     step = jax.jit(speculative_step, static_argnums=0, donate_argnums=3, out_shardings=outputs)
     program = functools.partial(step.lower, plan, weights, policy, state)
@@ -361,16 +360,9 @@ def _head(models: Models, target: TargetParams, mesh: Mesh) -> tuple[Any, Any]:
     return rows, jax.ShapeDtypeStruct((models.draft_vocab,), jnp.int32, sharding=meshes.replicated(mesh))
 
 
-def spread_state(state: DecodeState, requests: int, mesh: Mesh) -> DecodeState:
-    """A decode state's shapes with their shardings: slots over the batch axes, kv heads over the tensor axis."""
-
-    def place(x):
-        if isinstance(x, KVCache):
-            stacked = not isinstance(x.k, tuple)
-            return _placed(x, mesh, lambda page: (*([None] if stacked else []), "batch", "kv_heads", None, None))
-        return _placed(x, mesh, lambda leaf: [("batch" if axis == 0 and leaf.shape[0] == requests else None) for axis in range(leaf.ndim)])
-
-    return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, KVCache))
+def spread_state(state: DecodeState, mesh: Mesh) -> DecodeState:
+    """A decode state's shapes with the shardings that a running state has."""
+    return slots.with_axes(lambda leaf, axes: _placed(leaf, mesh, lambda _: axes), state)
 
 
 def _decode_rows(requests: int, width: int, prefix):

@@ -85,7 +85,7 @@ def test_slots_and_heads_of_a_state_are_spread():
     mesh = meshes.make_mesh(2, 1, 4, jax.devices()[:8])
     state = jax.eval_shape(lambda: generate.create_state(plan, jnp.bfloat16, 4, 256))
     paged = jax.eval_shape(lambda: kv_cache.create(models.target, 4, 256, jnp.bfloat16, kv_cache.PAGE))
-    placed = compiling.spread_state(dataclasses.replace(state, cache=paged), 4, mesh)
+    placed = compiling.spread_state(dataclasses.replace(state, cache=paged), mesh)
     assert placed.cache.k.sharding.shard_shape(placed.cache.k.shape) == (2, 4, 2, 128, 128)
     assert placed.tokens.sharding.shard_shape(placed.tokens.shape) == (2, 256)
     whole = sum(x.size * x.dtype.itemsize for x in (paged.k, paged.v))

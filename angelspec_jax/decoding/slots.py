@@ -9,6 +9,8 @@ them; a count that does not divide stays whole.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +25,9 @@ from angelspec_jax.target.kv_cache import KVCache
 WHOLE = -1
 
 
-def spread(state: DecodeState) -> DecodeState:
-    """The state where the mesh that the program is traced for wants it; as it is without a mesh."""
-    mesh, requests = jax.sharding.get_abstract_mesh(), state.length.shape[0]
-    if not meshes.is_ours(mesh) or mesh.size == 1:
-        return state
-
-    def put(leaf, axes):
-        return jax.lax.with_sharding_constraint(leaf, meshes.partition(mesh, axes, leaf.shape))  # pyright: ignore[reportArgumentType]
+def with_axes(put: Callable[[Any, tuple[str | None, ...]], Any], state: DecodeState) -> DecodeState:
+    """`put(leaf, logical axes)` for every leaf of a state: slots over the batch axes, kv heads over the tensor axis."""
+    requests = state.length.shape[0]
 
     def place(part):
         if isinstance(part, KVCache):
@@ -40,6 +37,18 @@ def spread(state: DecodeState) -> DecodeState:
         return put(part, ("batch" if per_slot else None,) * min(part.ndim, 1) + (None,) * (part.ndim - 1))
 
     return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, KVCache))
+
+
+def spread(state: DecodeState) -> DecodeState:
+    """The state where the mesh that the program is traced for wants it; as it is without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not meshes.is_ours(mesh) or mesh.size == 1:
+        return state
+
+    def put(leaf, axes):
+        return jax.lax.with_sharding_constraint(leaf, meshes.partition(mesh, axes, leaf.shape))  # pyright: ignore[reportArgumentType]
+
+    return with_axes(put, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
