@@ -128,6 +128,7 @@ def test_margins_are_fitted_while_serving_and_leave_the_text_alone(target, asked
     """While it learns every draft is verified; then budgets follow from what it learned, and where rows are dear none is."""
     monkeypatch.setattr(margins, "EVERY", 12)
     monkeypatch.setattr(margins, "ENOUGH", 8)
+    jax.clear_caches()  # the fit was traced with the usual numbers by the tests before
     cheap = CostTable((0, 1, 3), {2: 1.0}, {2: (1.0, 1.001, 1.002)}, {})
     settings = dataclasses.replace(SETTINGS, capacity=49)  # programs of its own: these fit sooner
     drafter = load_drafter("early_exit:1:3", target)
