@@ -97,8 +97,7 @@ def compiled_costs(files: Sequence[str | Path]) -> CostTable:
     nothing is where the line through the two smallest budgets meets 0; with one budget it is that budget's. Powers of two between two
     compiled numbers of slots are filled in on the line between them (a little too dear: costs bend upwards, from reading weights to
     computing) and named in the table's `estimated`. Collectives, the rounds of loops inside a draft, and reading in prompts are not in
-    these estimates. Raises ValueError for files that are something else or do not
-    belong together.
+    these estimates. Raises ValueError for files that are something else or do not belong together.
     """
     found: dict[int, dict[int, float]] = {}
     facts: dict[str, Any] = {}

@@ -75,7 +75,7 @@ def test_streaming_and_batching_do_not_change_the_text(make_bench):
 
 def test_prefill_chunks_do_not_change_the_text(make_bench):
     bench = make_bench()
-    assert bench.drafted(prefill_chunk=1).texts() == bench.alone()
+    assert bench.drafted(prefill_chunk=1).texts() == bench.drafted(prefill_chunk=64).texts() == bench.alone()
 
 
 def test_a_stop_token_inside_an_accepted_run_ends_the_text_there(make_bench):
