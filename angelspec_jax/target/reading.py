@@ -3,6 +3,7 @@
 Beside the parameters themselves a host holds one array on its way to a device and a few pieces of tensors.
 """
 
+import gc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -75,6 +76,8 @@ def _place(spec: Param, mesh, rules, make, specs: Sequence[Param] | None = None)
         for each, parts, part in zip(specs, shards, made, strict=True):
             parts += [meshes.put_on(device, each, part) for device in devices]
         jax.block_until_ready([parts[-len(devices) :] for parts in shards])  # what is on its way is not held twice
+        del made, part
+        gc.collect(0)  # JAX keeps an array that it has copied until Python collects
     shardings: list[Sharding] = [meshes.sharding(mesh, each.axes, each.shape, rules) for each in specs]
     return [
         jax.make_array_from_single_device_arrays(each.shape, sharding, parts)
