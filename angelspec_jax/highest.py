@@ -1,4 +1,4 @@
-"""The highest scores of a row and where they stand, without sorting a vocabulary on a TPU.
+"""The highest scores of a row and where they stand, or the score that the k-th highest has, without sorting a vocabulary.
 
 XLA:TPU answers a `top_k` over a vocabulary by sorting it, and takes half a minute to compile each. Its `approx_max_k` keeps the best of
 each of many bins in one reading (TPU-KNN, arXiv 2206.14286) and sorts those: the best score is always found, of the others each with a
@@ -6,11 +6,12 @@ chance of `RECALL` or more. A vocabulary that is spread over devices is searched
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from angelspec_jax import mesh as meshes
 
@@ -65,3 +66,27 @@ def _one_by_one(scores: Float[Array, "*N V"], count: int) -> tuple[Float[Array, 
 
     _, (best, index) = jax.lax.scan(take, scores, length=count)
     return jnp.moveaxis(best, 0, -1), jnp.moveaxis(index, 0, -1)
+
+
+def at_least_kth(scores: Float[Array, "*N V"], k: int | Int[Array, "*N"]) -> Bool[Array, "*N V"]:
+    """Which scores are not below the k-th highest of their row, exactly; all that tie with it are among them."""
+    images = ordered(scores)
+    wanted = jnp.minimum(jnp.maximum(k, 1), scores.shape[-1])
+    return images >= threshold(images, lambda above: jnp.sum(above, axis=-1, dtype=jnp.int32) >= wanted)[..., None]
+
+
+def threshold(images: UInt32[Array, "*N V"], enough: Callable[[Bool[Array, "*N V"]], Bool[Array, "*N"]]) -> UInt32[Array, "*N"]:
+    """Largest threshold t, per row, for which the entries with `images >= t` are enough; found bit by bit in 32 readings."""
+
+    def bit(index, found):
+        candidate = found | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        return jnp.where(enough(images >= candidate[..., None]), candidate, found)
+
+    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(images.shape[:-1], jnp.uint32))
+
+
+def ordered(scores: Float[Array, "*N V"]) -> UInt32[Array, "*N V"]:
+    """Whole numbers in the order of the float32 scores."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    negative = (bits >> 31) == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))

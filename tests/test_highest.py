@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from angelspec_jax import mesh as meshes
-from angelspec_jax.highest import by_parts, highest
+from angelspec_jax.highest import at_least_kth, by_parts, highest
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
 
@@ -30,3 +30,13 @@ def test_a_vocabulary_over_devices(rows, size):
         found = jax.jit(by_parts, static_argnums=1)(scores, 16)
     for theirs, ours in zip(jax.lax.top_k(scores, 16), found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_not_below_the_kth_highest():
+    """Against a sort, with a k for every row, numbers of both signs and infinities; what ties with the k-th stays."""
+    scores = np.random.default_rng(1).normal(size=(4, 50)).astype(np.float32)
+    scores[0, :3], scores[1, 5], scores[2, ::7] = np.inf, -np.inf, -0.5
+    k = np.array([2, 50, 20, 7], np.int32)
+    kth = np.sort(scores, axis=1)[np.arange(4), 50 - k]
+    np.testing.assert_array_equal(at_least_kth(jnp.asarray(scores), jnp.asarray(k)), scores >= kth[:, None])
+    np.testing.assert_array_equal(at_least_kth(jnp.asarray(scores), 3), scores >= np.sort(scores, axis=1)[:, [47]])

@@ -17,6 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from angelspec_jax import noise
+from angelspec_jax.highest import at_least_kth, ordered, threshold
 
 NOWHERE = np.iinfo(np.int32).max  # the id of a bias that is not there
 MOST_BIASES = 4096
@@ -211,7 +212,7 @@ def cut(logits: Float[Array, "N V"], options: Sampling) -> Float[Array, "N V"]:
         return lambda: jnp.where(keep() | ~hot, scores, -jnp.inf)
 
     limited = hot & (options.top_k > 0)[:, None]
-    scores = jax.lax.cond(jnp.any(limited), drop(lambda: ~limited | _top_k(scores, options.top_k)), lambda: scores)
+    scores = jax.lax.cond(jnp.any(limited), drop(lambda: ~limited | at_least_kth(scores, options.top_k)), lambda: scores)
     nucleus = hot & (options.top_p < 1)[:, None]
     scores = jax.lax.cond(jnp.any(nucleus), drop(lambda: ~nucleus | _top_p(scores, options.top_p)), lambda: scores)
     floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(options.min_p)[:, None]
@@ -225,34 +226,10 @@ def log_probability(logits: Float[Array, "*N V"], tokens: Int[Array, "*N"]) -> F
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _top_k(scores: Float[Array, "N V"], k: Int[Array, "N"]) -> Bool[Array, "N V"]:
-    """Tokens at or above the k-th highest score."""
-    ordered = _ordered(scores)
-    wanted = jnp.minimum(jnp.maximum(k, 1), scores.shape[-1])
-    return ordered >= _threshold(ordered, lambda above: jnp.sum(above, axis=-1, dtype=jnp.int32) >= wanted)[:, None]
-
-
 def _top_p(scores: Float[Array, "N V"], p: Float[Array, "N"]) -> Bool[Array, "N V"]:
     """The smallest set of most likely tokens whose mass reaches p (always the most likely token)."""
-    ordered = _ordered(scores)
+    images = ordered(scores)
     mass = jax.nn.softmax(scores, axis=-1)
-    enough = _threshold(ordered, lambda above: jnp.sum(jnp.where(above, mass, 0.0), axis=-1) >= p)
-    top = jnp.max(ordered, axis=-1)
-    return ordered >= jnp.minimum(enough, top)[:, None]
-
-
-def _threshold(ordered: UInt32[Array, "N V"], enough) -> UInt32[Array, "N"]:
-    """Largest threshold t, per row, for which the tokens with `ordered >= t` are enough."""
-
-    def bit(index, threshold):
-        candidate = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(enough(ordered >= candidate[:, None]), candidate, threshold)
-
-    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(ordered.shape[0], jnp.uint32))
-
-
-def _ordered(scores: Float[Array, "N V"]) -> UInt32[Array, "N V"]:
-    """Integers in the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    negative = (bits >> 31) == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
+    enough = threshold(images, lambda above: jnp.sum(jnp.where(above, mass, 0.0), axis=-1) >= p)
+    top = jnp.max(images, axis=-1)
+    return images >= jnp.minimum(enough, top)[:, None]

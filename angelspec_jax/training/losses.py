@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from angelspec_jax.highest import at_least_kth
+
+OUT = -1e30  # the logit of a token that is left out: no probability, and finite, so that 0 x log stays 0
 DPACE_VARIANTS = ("all_slots", "masked", "prefix", "suffix")
 
 
@@ -58,13 +61,16 @@ def acceptance(student: Float[Array, "*rows V"], teacher: Float[Array, "*rows V"
 
 def teacher_top(
     student: Float[Array, "*rows V"], teacher: Float[Array, "*rows V"], count: int
-) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
-    """Student and teacher logits restricted to the teacher's `count` best tokens.
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows V"]]:
+    """Student and teacher logits with probability for the teacher's `count` best tokens only; tokens that tie with the last of them stay.
 
-    Any loss of these two is the "renormalised in the top-k" form of that loss: `forward_kl` of them is top-k KL variant A.
+    Any loss of these two is the "renormalised in the top-k" form of that loss: `forward_kl` of them is top-k KL variant A. The other
+    tokens keep their places with a logit of `OUT`: a threshold is found in a few readings, where picking thousands of tokens out of a
+    vocabulary sorts it, and their gradient would be scattered back.
     """
-    values, index = jax.lax.top_k(jax.lax.stop_gradient(teacher), count)
-    return jnp.take_along_axis(student, index, axis=-1), values
+    teacher = jax.lax.stop_gradient(teacher)
+    best = at_least_kth(teacher.astype(jnp.float32), count)
+    return jnp.where(best, student, jnp.asarray(OUT, student.dtype)), jnp.where(best, teacher, jnp.asarray(OUT, teacher.dtype))
 
 
 def top_kl(

@@ -69,6 +69,24 @@ def test_masked_logits_give_finite_terms():
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("count", [1, 9, 64])
+def test_the_teachers_best_tokens_are_those_of_a_sort(count):
+    """All terms and their gradient, against logits gathered by `lax.top_k`."""
+    outside = jnp.full(LABELS.shape, -1, jnp.int32)
+
+    def total(student, some_student, some_teacher):
+        terms = losses.row_terms(some_student(student), some_teacher, outside)
+        return jnp.sum(terms.kl + 2.0 * terms.alpha), (terms.kl, terms.alpha)
+
+    values, index = jax.lax.top_k(TEACHER, count)
+    gather = lambda student: jnp.take_along_axis(student, index, axis=-1)  # noqa: E731
+    (_, sorted_terms), by_sort = jax.value_and_grad(total, has_aux=True)(STUDENT, gather, values)
+    mask = lambda student: losses.teacher_top(student, TEACHER, count)[0]  # noqa: E731
+    (_, terms), gradient = jax.value_and_grad(total, has_aux=True)(STUDENT, mask, losses.teacher_top(STUDENT, TEACHER, count)[1])
+    for ours, theirs in zip((*terms, gradient), (*sorted_terms, by_sort), strict=True):
+        check(ours, theirs, 1e-5)
+
+
 def test_nothing_supervised_is_zero_not_nan():
     nothing = jnp.zeros_like(MASK)
     assert losses.weighted_mean(MASK, nothing) == 0.0
