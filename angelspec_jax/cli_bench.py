@@ -1,5 +1,6 @@
 """`angelspec bench`: parts of decoding, drafters against each other, the engine under load, and what other chips would do."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -115,10 +116,15 @@ def bench_load(
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
     capacity: Annotated[int, typer.Option(min=8, help="Tokens a slot can hold.")] = 512,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write; `bench simulate` reads it.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="JSON file, written after every window; the same command goes on where it stopped."),
+    ] = None,
     plot: opt.Plot = None,
 ) -> None:
     """Throughput, speed and first-token time under load: plain, every drafter with all its drafts, and with D-cut, in turns.
+
+    Loads, ways and repeats can be added to a file; `bench simulate` reads it. A run that is interrupted shows what it has.
 
     With --route mixed traffic is compared against each drafter alone; domains that it leaves out get the first drafter, 'none' gets none.
     """
@@ -127,10 +133,7 @@ def bench_load(
 
     questions = reading.read_domains(files or [], limit)
     console = start()
-    import dataclasses
-
-    from angelspec_jax.evaluation import demo as show
-    from angelspec_jax.evaluation import load, plots, report
+    from angelspec_jax.evaluation import load, load_views
 
     model, helpers = load_several(target, drafter, dtype)
     router = None if route is None else opt.read_router(route, list(helpers))
@@ -141,22 +144,26 @@ def bench_load(
         concurrency=tuple(levels), rates=tuple(arrivals), seconds=seconds, warm=warm, repeats=repeats, max_new_tokens=max_new_tokens,
         temperature=temperature, capacity=capacity, seed=seed,
     )  # fmt: skip
-    with show.progress_bar(console, "every way at every load") as progress:
-        results, costs, traces = load.run(model, helpers, questions, ways, options, router=router, progress=progress)
-    found = load.pooled(results)
-    console.print(report.load_table(f"{model.name} under load", found))
-    picked = {} if router is None else load.picked(questions, router)
-    for domain, counts in picked.items():
+    kept = None
+
+    def note(found: load.Measured, done: int, total: int) -> None:
+        nonlocal kept
+        kept = found
+        console.print(load_views.line(found.results[-1], done, total), highlight=False, soft_wrap=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the run politely gets a report, too
+    try:
+        kept = load.run(model, helpers, questions, ways, options, router=router, file=output, note=note)
+    except KeyboardInterrupt:
+        if kept is None:
+            raise
+        go_on = "" if output is None else f"; the same command goes on from {output}"
+        typer.echo(f"interrupted: this is what was measured so far{go_on}", err=True)
+    console.print(load_views.table(f"{model.name} under load", kept.results))
+    for domain, counts in ({} if router is None else load.picked(questions, router)).items():
         console.print(f"routed, {domain}: " + ", ".join(f"{count} to {name}" for name, count in counts.items()), highlight=False)
-    if output is not None:
-        facts = {"target": model.name, "drafters": list(helpers), "machine": report.machine(), "options": dataclasses.asdict(options)}
-        facts |= {} if router is None else {"routes": {**router.routes, "otherwise": router.default}, "routed": picked}
-        tables = {"costs": {n: t.to_dict() for n, t in costs.items()}, "traces": {n: t.to_dict() for n, t in traces.items()}}
-        report.write_json(output, {**facts, "results": [result.to_dict() for result in results], **tables})
     if plot is not None:
-        closed = {level: ways for (kind, level), ways in found.items() if kind == "closed"}
-        curves = {way.name: [(n, own[way.name]["rate"], own[way.name]["request_rate"]) for n, own in closed.items()] for way in ways}
-        plots.save(plots.under_load(f"{model.name} under load", curves), plot)  # type: ignore[arg-type]
+        load_views.figure(f"{model.name} under load", kept.results, plot)
 
 
 @bench.command("simulate")

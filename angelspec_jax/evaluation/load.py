@@ -4,16 +4,22 @@
 window that begins when the slots are filled, so neither the start nor the end of a run is part of them. *Poisson*: requests come at a rate,
 whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load. *Routed*
 is a way with one engine that holds all drafters and a router that picks one for each prompt; picking is part of what is timed.
+
+Every window is kept in the run's file as it ends, so a run that was stopped goes on where it was, and loads, ways and repeats can be added.
 """
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from angelspec_jax import text
@@ -21,6 +27,7 @@ from angelspec_jax.decoding.costs import CostTable
 from angelspec_jax.decoding.engine import Engine, QueueFull, Round, Settings
 from angelspec_jax.decoding.router import Router
 from angelspec_jax.drafter.loading import Drafter
+from angelspec_jax.evaluation import files
 from angelspec_jax.target.loading import Target
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
@@ -75,6 +82,7 @@ class Result:
     accepted: float | None  # share of the verified drafts that were accepted
     drafted: float  # share of the rounds that made a draft
     budgets: list[tuple[float, float]]  # (seconds into the window, mean drafts verified per request), a point a tenth of the window
+    steps: list[tuple[int, int, int, float]]  # (slots, budget or -1 without a draft, rounds, median seconds of these): costs under load
 
     @property
     def rate(self) -> float:
@@ -83,6 +91,11 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "rate": self.rate}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Result":
+        own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{**own, **{name: [tuple(point) for point in own[name]] for name in ("budgets", "steps")}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,21 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run has so far. Windows of other `facts` must not be added."""
+
+    facts: dict[str, Any]
+    results: list[Result]
+    costs: dict[str, CostTable]  # by drafter, as the engines weighed with
+    traces: dict[str, Trace]  # by drafter, from the windows in which all drafts were verified
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"costs": self.costs, "traces": self.traces}
+        written = {part: {name: value.to_dict() for name, value in found.items()} for part, found in parts.items()}
+        return {**self.facts, "results": [result.to_dict() for result in self.results], **written}
 
 
 class Watch:
@@ -130,12 +158,14 @@ def run(
     *,
     router: Router | None = None,
     costs: Mapping[str, CostTable] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    file: Path | None = None,
+    note: Callable[[Measured, int, int], None] | None = None,
     **switches: Any,
-) -> tuple[list[Result], dict[str, CostTable], dict[str, Trace]]:
-    """Measure every way at every load; also the cost tables that were used and, by drafter, what a simulation needs.
+) -> Measured:
+    """Measure every way at every load, but for the windows that `file` already holds, and write it after each.
 
-    Raises ValueError when no prompt leaves room for its answer, or a way names a drafter that is not there.
+    `note` is called after every window with what there is, the windows done and those in all. Raises ValueError when no prompt leaves room
+    for its answer, a way names a drafter that is not there, or the file was made with something else.
     """
     options = Options() if options is None else options
     if ROUTED in drafters:
@@ -146,40 +176,118 @@ def run(
         if way.drafter not in (None, ROUTED, *drafters):
             raise ValueError(f"{way.name} needs a drafter named {way.drafter}; there are {', '.join(drafters) or 'none'}")
     mixed = _mixed(target, prompts, options, **switches)
-    settings = Settings(slots=max(options.concurrency, default=8), capacity=options.capacity, prefixes=0)
+    found = _begin(target, drafters, mixed, options, router, file)
+    windows = _windows(ways, options)
+    done: dict[tuple[str, str, float], int] = {}
+    for result in found.results:
+        done[result.way, result.load, result.level] = done.get((result.way, result.load, result.level), 0) + 1
+    left = [(way, kind, level) for way, kind, level, repeat in windows if repeat >= done.get((way.name, kind, level), 0)]
+    slots = max(options.concurrency, default=8)
+    length = statistics.fmean(len(ids) for ids, _ in mixed)
     engines: dict[str | None, Engine] = {}
     try:
-        for name in dict.fromkeys(way.drafter for way in ways):
-            if name is None:
-                engines[name] = Engine(target, None, settings)
-            else:
-                given = (costs or {}).get(name)
-                budgets = () if given is None else given.budgets
-                helpers, picks = (drafters, router) if name == ROUTED else (drafters[name], None)
-                weighed = "measure" if given is None else given
-                engines[name] = Engine(target, helpers, settings, router=picks, costs=weighed, budgets=budgets)
-        loads = [("closed", float(n)) for n in options.concurrency] + [("poisson", rate) for rate in options.rates]
+        for name in dict.fromkeys(way.drafter for way, _, _ in left):
+            own = {**found.costs, **(costs or {})}.get(name or "")
+            if own is not None and own.sizes[-1] < slots:
+                own = None  # a larger load was added
+            engines[name] = _engine(target, drafters, name, Settings(slots=slots, capacity=options.capacity, prefixes=0), router, own)
         for engine in engines.values():
             engine.warm_up()  # nothing is compiled while a clock runs
-        results, watched, total = [], {}, len(loads) * len(ways) * options.repeats
-        for kind, level in loads:
-            for repeat in range(options.repeats):
-                for way in ways if repeat % 2 == 0 else reversed(ways):
-                    engine = engines[way.drafter]
-                    if way.drafter is not None:
-                        engine.choose_policy(way.budget, way.confidence, way.bonus)
-                    result, rounds = _window(engine, way, kind, level, mixed, options)
-                    results.append(result)
-                    if way.drafter is not None and way.budget == "off":
-                        watched.setdefault(way.drafter, []).extend(rounds)
-                    if progress is not None:
-                        progress(len(results), total)
-        tables = {name: engine.costs for name, engine in engines.items() if name is not None and engine.costs is not None}
-        length = statistics.fmean(len(ids) for ids, _ in mixed)
-        return results, tables, {name: trace(rounds, length, options.max_new_tokens) for name, rounds in watched.items()}
+        found.costs.update({name: engine.costs for name, engine in engines.items() if name is not None and engine.costs is not None})
+        for place, (way, kind, level) in enumerate(left, len(windows) - len(left) + 1):
+            engine = engines[way.drafter]
+            if way.drafter is not None:
+                engine.choose_policy(way.budget, way.confidence, way.bonus)
+            result, rounds = _window(engine, way, kind, level, mixed, options)
+            found.results.append(result)
+            if way.drafter is not None and way.budget == "off":
+                found.traces[way.drafter] = _joined(found.traces.get(way.drafter), trace(rounds, length, options.max_new_tokens))
+            if file is not None:
+                files.write_json(file, found.to_dict())
+            if note is not None:
+                note(found, place, len(windows))
+        return found
     finally:
         for engine in engines.values():
             engine.close()
+
+
+def read(file: str | Path) -> Measured:
+    """What an earlier run measured. Raises ValueError when the file holds no windows."""
+    file = Path(file)
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        results = [Result.from_dict(result) for result in values.pop("results")]
+        costs = {name: CostTable.from_dict(table) for name, table in values.pop("costs").items()}
+        traces = {name: Trace(**own) for name, own in values.pop("traces").items()}
+        if missing := {"target", "drafters", "machine", "options", "prompts"} - set(values):
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} holds no windows under load ({error!r}); name another file with --output") from None
+    return Measured(values, results, costs, traces)
+
+
+def _windows(ways: Sequence[Way], options: Options) -> list[tuple[Way, str, float, int]]:
+    """Every way, load, level and repeat, in the order they are measured: ways take turns, every other time from the back."""
+    loads = [("closed", float(n)) for n in options.concurrency] + [("poisson", rate) for rate in options.rates]
+    return [
+        (way, kind, level, repeat)
+        for kind, level in loads
+        for repeat in range(options.repeats)
+        for way in (ways if repeat % 2 == 0 else reversed(ways))
+    ]
+
+
+def _engine(target: Target, drafters, name: str | None, settings: Settings, router: Router | None, costs: CostTable | None) -> Engine:
+    if name is None:
+        return Engine(target, None, settings)
+    helpers, picks = (drafters, router) if name == ROUTED else (drafters[name], None)
+    budgets = () if costs is None else costs.budgets
+    return Engine(target, helpers, settings, router=picks, costs="measure" if costs is None else costs, budgets=budgets)
+
+
+def _begin(target: Target, drafters: Mapping[str, Drafter], mixed, options: Options, router: Router | None, file: Path | None) -> Measured:
+    """An empty run, or that of the file, which must be of the same target, machine, prompts and options."""
+    fixed = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("concurrency", "rates", "repeats")}
+    facts: dict[str, Any] = {
+        "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.params.embed.dtype)},
+        "machine": files.machine(),
+        "options": fixed,
+        "prompts": {"count": len(mixed), "sha256": hashlib.sha256(repr(mixed).encode()).hexdigest()[:16]},
+        "drafters": {name: _described(drafter) for name, drafter in drafters.items()},
+        "routes": {} if router is None else {**router.routes, "otherwise": router.default},
+    }
+    if file is None or not file.exists():
+        return Measured(facts, [], {}, {})
+    kept = read(file)
+    for section in ("target", "machine", "options", "prompts", "drafters"):
+        for name, here in facts[section].items():
+            there = kept.facts[section].get(name, here if section == "drafters" else None)
+            _same(file, f"{section} {name.replace('_', ' ')}", there, here)
+    if kept.facts.get("routes") and facts["routes"]:
+        _same(file, "routes", kept.facts["routes"], facts["routes"])
+    facts["drafters"] = {**kept.facts["drafters"], **facts["drafters"]}
+    facts["routes"] = facts["routes"] or kept.facts.get("routes", {})
+    return dataclasses.replace(kept, facts={**kept.facts, **facts})
+
+
+def _same(file: Path, what: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise ValueError(f"{file} was measured with {what} {there}, now it is {here}; name another file with --output")
+
+
+def _described(drafter: Drafter) -> str:
+    """The drafter's family and a digest of all that it is."""
+    digest = hashlib.sha256(repr(drafter.config).encode())
+    for leaf in jax.tree.leaves(drafter.params):
+        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
+    return f"{drafter.config.family} {digest.hexdigest()[:16]}"
+
+
+def _joined(before: Trace | None, new: Trace) -> Trace:
+    if before is None:
+        return new
+    return dataclasses.replace(new, survival=before.survival + new.survival, accepted=before.accepted + new.accepted)
 
 
 def trace(rounds: Sequence[Round], prompt_tokens: float, answer_tokens: float) -> Trace:
@@ -272,15 +380,18 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
     makers = [threading.Thread(target=client) for _ in range(int(level))] if kind == "closed" else [threading.Thread(target=arrivals)]
     for maker in makers:
         maker.start()
-    time.sleep(options.warm)
-    watch.open, begin = True, time.monotonic()
-    time.sleep(options.seconds)
-    while not any(round.active for _, round in watch.rounds) and time.monotonic() - begin < WAIT:
-        time.sleep(0.05)  # a round took longer than the window
-    watch.open, seconds = False, time.monotonic() - begin
-    stop.set()
-    for maker in makers:
-        maker.join()
+    try:
+        time.sleep(options.warm)
+        watch.open, begin = True, time.monotonic()
+        time.sleep(options.seconds)
+        while not any(round.active for _, round in watch.rounds) and time.monotonic() - begin < WAIT:
+            time.sleep(0.05)  # a round took longer than the window
+        watch.open, seconds = False, time.monotonic() - begin
+    finally:  # also when someone interrupts the run
+        watch.open = False
+        stop.set()
+        for maker in makers:
+            maker.join()
     while any(engine.load[name] for name in ("waiting", "reading", "active")):
         time.sleep(0.02)
     engine.watch = None
@@ -300,6 +411,9 @@ def _summary(way: Way, kind: str, level: float, seconds: float, begin: float, ti
         inside = [r for at, r in timed if low <= at < high and r.active]
         if inside:
             points.append(((part + 0.5) * seconds / 10, sum(sum(r.kept) for r in inside) / sum(r.active for r in inside)))
+    steps: dict[tuple[int, int], list[float]] = {}
+    for r in rounds:
+        steps.setdefault((r.slots, r.budget if r.drafted else -1), []).append(r.seconds)
     return Result(
         way=way.name,
         load=kind,
@@ -317,18 +431,5 @@ def _summary(way: Way, kind: str, level: float, seconds: float, begin: float, ti
         accepted=accepted / kept if kept else None,
         drafted=sum(r.drafted for r in rounds) / max(len(rounds), 1),
         budgets=points,
+        steps=[(*key, len(own), statistics.median(own)) for key, own in sorted(steps.items())],
     )
-
-
-def pooled(results: Sequence[Result]) -> dict[tuple[str, float], dict[str, dict[str, float | None]]]:
-    """Load -> way -> rates over all its windows: aggregate by all tokens and all seconds, the rest as medians of the windows."""
-    found: dict[tuple[str, float], dict[str, dict[str, float | None]]] = {}
-    keys = dict.fromkeys(((r.load, r.level), r.way) for r in results)
-    for load, way in keys:
-        own = [r for r in results if (r.load, r.level) == load and r.way == way]
-        values: dict[str, float | None] = {"rate": sum(r.tokens for r in own) / sum(r.seconds for r in own)}
-        for name in ("request_rate", "first_token", "first_token_95", "tau", "kept", "accepted"):
-            known = [value for r in own if (value := getattr(r, name)) is not None]
-            values[name] = statistics.median(known) if known else None
-        found.setdefault(load, {})[way] = values
-    return found

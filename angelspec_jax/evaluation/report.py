@@ -1,22 +1,27 @@
-"""Measurements as tables for people and JSON for machines."""
+"""Measurements as tables for people (and, in `files`, as JSON for machines)."""
 
-import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-import jax
 from rich.markup import escape
 from rich.table import Table
 
 from angelspec_jax.drafter.layouts import Report
 from angelspec_jax.evaluation.calibration import Quality
+from angelspec_jax.evaluation.files import machine, write_json
 from angelspec_jax.evaluation.simulation import Prediction
 from angelspec_jax.evaluation.step_costs import StepCosts
 from angelspec_jax.evaluation.tau import Acceptance
 from angelspec_jax.evaluation.throughput import Speed
+
+__all__ = [
+    "calibration_table",
+    "checkpoint_table",
+    "domain_table",
+    "machine",
+    "prediction_table",
+    "step_table",
+    "write_json",
+]
 
 
 def domain_table(title: str, found: Mapping[str, Acceptance], speeds: Mapping[str, Speed] | None = None) -> Table:
@@ -91,33 +96,6 @@ def checkpoint_table(title: str, report: Report) -> Table:
     return table
 
 
-def load_table(title: str, found: Mapping[tuple[str, float], Mapping[str, Mapping[str, float | None]]]) -> Table:
-    """One row a way and load: rates, first token, tau, and what became of the drafts (`load.pooled`)."""
-    table = Table(title=title, title_justify="left")
-    for name in ("load", "way"):
-        table.add_column(name)
-    for name in ("all\ntok/s", "one\ntok/s", "first token\nms", "p95\nms", "tau", "kept", "of kept\naccepted"):
-        table.add_column(name, justify="right")
-    for (kind, level), ways in found.items():
-        label = f"{level:g} clients" if kind == "closed" else f"{level:g} a second"
-        for place, (way, values) in enumerate(ways.items()):
-            row = [_cell(values[name], form) for name, form in _LOAD_COLUMNS]
-            table.add_row(label if place == 0 else "", way, *row, end_section=place == len(ways) - 1)
-    return table
-
-
-_LOAD_COLUMNS = (
-    ("rate", "{:.1f}"), ("request_rate", "{:.1f}"), ("first_token", "{:.0f} ms"), ("first_token_95", "{:.0f} ms"), ("tau", "{:.2f}"),
-    ("kept", "{:.0%}"), ("accepted", "{:.0%}"),
-)  # fmt: skip
-
-
-def _cell(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return form.format(1e3 * value).removesuffix(" ms") if form.endswith("ms") else form.format(value)
-
-
 def prediction_table(title: str, found: Sequence[Prediction]) -> Table:
     """One row a concurrency, one column a policy: predicted tokens per second of all requests, with tau."""
     policies = list(dict.fromkeys(str(prediction.budget) for prediction in found))
@@ -129,35 +107,3 @@ def prediction_table(title: str, found: Sequence[Prediction]) -> Table:
         own = {str(prediction.budget): prediction for prediction in found if prediction.concurrency == level}
         table.add_row(str(level), *(f"{own[policy].rate:.1f} ({own[policy].tau:.2f})" for policy in policies))
     return table
-
-
-def machine() -> dict[str, Any]:
-    """Where something was measured."""
-    devices = jax.devices()
-    return {
-        "platform": devices[0].platform,
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-    }
-
-
-def write_json(path: str | Path, values: Mapping[str, Any]) -> Path:
-    """Write measurements, floats to six digits; a run that is stopped leaves the old file or the new one, never half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(_short(values), indent=2) + "\n", "utf-8")
-    os.replace(part, path)
-    return path
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {str(key): _short(item) for key, item in value.items()}
-    return [_short(item) for item in value] if isinstance(value, list | tuple) else value

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from angelspec_jax.decoding.engine import Engine, Settings
 from angelspec_jax.decoding.router import Router
 from angelspec_jax.drafter.loading import load_drafter
 from angelspec_jax.evaluation import load as loading
-from angelspec_jax.evaluation import plots, report, simulation
+from angelspec_jax.evaluation import load_views, report, simulation
 
 pytest_plugins = ["toy_model"]
 
@@ -135,31 +136,56 @@ def test_costs_of_a_chip_that_is_not_here(tmp_path):
             simulation.compiled_costs(wrong)
 
 
-def test_every_way_is_run_at_every_load(toy_target, helper, tmp_path):
+def test_every_way_is_run_at_every_load_and_a_stopped_run_goes_on(toy_target, helper, tmp_path):
     ways = loading.ways_of(["lookup"], budgets=("retrospective", 0.5))
-    options = loading.Options(concurrency=(1, 2), rates=(20.0,), seconds=0.5, warm=0.05, max_new_tokens=6, capacity=96)
+    options = loading.Options(concurrency=(1, 2), seconds=0.4, warm=0.05, max_new_tokens=6, capacity=96)
     questions = {"a": ["one", "two"], "b": ["three"]}
-    results, _, traces = loading.run(toy_target, {"lookup": helper}, questions, ways, options, costs={"lookup": TABLE})
-    assert {(r.load, r.level) for r in results} == {("closed", 1.0), ("closed", 2.0), ("poisson", 20.0)}
-    assert len(results) == len(ways) * 3
-    assert all(r.rate > 0 and r.tau >= 1.0 for r in results)
-    assert all(r.kept is None for r in results if r.way == "plain")
-    assert all(r.kept == 1.0 for r in results if r.way == "lookup fixed" and r.kept is not None)
-    assert traces["lookup"].accepted
-    found = loading.pooled(results)
-    shown = report.load_table("t", found)
-    assert shown.row_count == len(results)
-    curves = {way.name: [(n, own[way.name]["rate"], own[way.name]["request_rate"]) for (_, n), own in found.items()] for way in ways}
-    assert plots.save(plots.under_load("t", curves), tmp_path / "p.png").stat().st_size > 1000  # type: ignore[arg-type]
-    values = {"traces": {"lookup": traces["lookup"].to_dict()}, "costs": {"lookup": TABLE.to_dict()}}
-    file = report.write_json(tmp_path / "load.json", values)
+    file, lines = tmp_path / "load.json", []
+
+    def note(found, done, total):
+        lines.append(load_views.line(found.results[-1], done, total))
+        if len(lines) == 3:
+            raise KeyboardInterrupt
+
+    def measure(options, drafters=None, **names):
+        return loading.run(toy_target, drafters or {"lookup": helper}, questions, ways, options, file=file, note=note, **names)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(options, costs={"lookup": TABLE})
+    stopped = loading.read(file)
+    assert [r.way for r in stopped.results] == [way.name for way in ways[:3]]
+    assert stopped.costs["lookup"].plain == TABLE.plain
+    more = dataclasses.replace(options, rates=(20.0,))
+    found = measure(more)  # weighs with the table of the file
+    assert found.results[:3] == stopped.results
+    assert {(r.load, r.level) for r in found.results} == {("closed", 1.0), ("closed", 2.0), ("poisson", 20.0)}
+    assert len(found.results) == len(ways) * 3
+    assert lines[0].startswith("1/8 1 client, plain: ") and lines[-1].startswith("12/12 20 a second, lookup D-cut 0.5: ")
+    assert all(r.rate > 0 and r.tau >= 1.0 for r in found.results)
+    assert all(r.kept is None for r in found.results if r.way == "plain")
+    assert all(r.kept == 1.0 for r in found.results if r.way == "lookup fixed" and r.kept is not None)
+    fixed = next(r for r in found.results if r.way == "lookup fixed" and r.level == 2.0)
+    assert sum(rounds for _, _, rounds, _ in fixed.steps) == fixed.rounds and {budget for _, budget, _, _ in fixed.steps} == {3}
     trace, own = simulation.read_traces(file)["lookup"]
     assert own.plain == TABLE.plain
-    assert len(trace.accepted) == len(traces["lookup"].accepted)
+    assert len(trace.accepted) > len(stopped.traces["lookup"].accepted) > 0
+
+    begin = time.monotonic()
+    again = measure(more)  # nothing is left, and nothing is compiled
+    assert len(again.results) == len(found.results) and time.monotonic() - begin < 5
+    assert load_views.table("t", again.results).row_count == len(found.results)
+    assert load_views.figure("t", again.results, tmp_path / "p.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="was measured with options seconds 0.4, now it is 0.5; name another file"):
+        measure(dataclasses.replace(options, seconds=0.5))
+    with pytest.raises(ValueError, match="was measured with drafters lookup lookup"):
+        measure(options, {"lookup": load_drafter("lookup:1", toy_target)})
     with pytest.raises(ValueError, match="needs a drafter named other"):
         loading.run(toy_target, {}, {"a": ["x"]}, [loading.Way("w", "other")], options)
+    none = report.write_json(tmp_path / "none.json", {})
     with pytest.raises(ValueError, match="holds no traces"):
-        simulation.read_traces(report.write_json(tmp_path / "none.json", {}))
+        simulation.read_traces(none)
+    with pytest.raises(ValueError, match="holds no windows under load"):
+        loading.run(toy_target, {"lookup": helper}, questions, ways, options, file=none)
 
 
 def test_mixed_traffic_is_routed(toy_target, helper):
@@ -171,10 +197,10 @@ def test_mixed_traffic_is_routed(toy_target, helper):
     options = loading.Options(concurrency=(2,), seconds=0.5, warm=0.05, max_new_tokens=6, capacity=96)
     costs = {"long": TABLE, loading.ROUTED: TABLE}
     costs = {name: dataclasses.replace(table, plain={1: 1.0, 2: 1.1}) for name, table in costs.items()}
-    results, _, traces = loading.run(toy_target, helpers, questions, ways, options, router=router, costs=costs)
-    assert [r.way for r in results] == [way.name for way in ways]
-    assert all(r.rate > 0 for r in results)
-    assert {sum(value > 0 for value in survival) for survival in traces["routed"].survival} >= {0, 1}  # nobody's drafts, and short ones
+    found = loading.run(toy_target, helpers, questions, ways, options, router=router, costs=costs)
+    assert [r.way for r in found.results] == [way.name for way in ways]
+    assert all(r.rate > 0 for r in found.results)
+    assert {sum(value > 0 for value in survival) for survival in found.traces["routed"].survival} >= {0, 1}  # nobody's, and short ones
     with pytest.raises(ValueError, match="routed fixed needs a router"):
         loading.run(toy_target, helpers, questions, ways, options)
     with pytest.raises(ValueError, match="a drafter must not be named routed"):
