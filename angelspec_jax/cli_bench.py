@@ -52,6 +52,9 @@ def bench_drafters(
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="May be given several times. Default: 0 and 1.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Texts of each prompt at temperatures above 0.")] = 3,
     adaptive: Annotated[bool, typer.Option(help="Also with D-cut, which verifies as many drafts as pay on this device.")] = False,
+    tree: Annotated[
+        list[int] | None, typer.Option(min=1, max=63, help="Also with draft trees of so many nodes. May be given several times.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each text; the fastest counts.")] = 1,
     max_new_tokens: opt.NewTokens = 256,
     top_k: opt.TopK = 0,
@@ -76,8 +79,9 @@ def bench_drafters(
     from angelspec_jax.evaluation import demo as show
 
     options = comparison.Options(
-        tuple(dict.fromkeys(temperature or (0.0, 1.0))), seeds, seed, max_new_tokens, top_k, top_p, min_p, repeats, adaptive, capacity
-    )
+        tuple(dict.fromkeys(temperature or (0.0, 1.0))), seeds, seed, max_new_tokens, top_k, top_p, min_p, repeats, adaptive,
+        tuple(dict.fromkeys(tree or ())), capacity,
+    )  # fmt: skip
     model, helpers = load_several(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     with show.progress_bar(console, "every drafter on every prompt") as progress:
         found = comparison.compare(model, helpers, questions, options, file=output, progress=progress, **switches)

@@ -70,7 +70,7 @@ def tree_attention(
 
         capacity = v_cache.shape[2]
         lengths = (capacity,) if causal else _prefix_lengths(capacity)  # a prefill chunk has other costs, and every branch is compiled
-        used = jnp.searchsorted(jnp.asarray(lengths, jnp.int32), jnp.max(prefix_length))
+        used = jnp.sum(jnp.asarray(lengths, jnp.int32) < jnp.max(prefix_length), dtype=jnp.int32)  # a search would be a loop
         branches = [functools.partial(leading, length) for length in lengths]
         statistics = jax.lax.switch(used, branches, statistics) if len(branches) > 1 else branches[0](statistics)
     else:

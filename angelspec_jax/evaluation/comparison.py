@@ -1,8 +1,8 @@
 """Several drafters over one target on the same prompts: tau, acceptance by position, what a draft costs, and speed.
 
-The result is a list of cells: a drafter, a way of using it (all its drafts, or D-cut), a domain and a temperature. Every cell decodes each
-prompt plainly too, in turns, so its speed-up is of one run. A finished cell is kept in the JSON file, so a comparison that was stopped goes
-on where it was, and drafters, domains and temperatures can be added to it.
+The result is a list of cells: a drafter, a way of using it (all its drafts, D-cut, or trees of some size), a domain and a temperature.
+Every cell decodes each prompt plainly too, in turns, so its speed-up is of one run. A finished cell is kept in the JSON file, so a
+comparison that was stopped goes on where it was, and drafters, ways, domains and temperatures can be added to it.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from angelspec_jax import text
 from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import measure, report, step_costs, tau
 from angelspec_jax.evaluation.bootstrap import Interval, interval
@@ -44,6 +45,7 @@ class Options:
     min_p: float = 0.0
     repeats: int = 1  # timed runs of each text, of which the fastest counts
     adaptive: bool = False  # also with D-cut
+    trees: tuple[int, ...] = ()  # also with trees of so many nodes, where the drafter grows trees
     capacity: int | None = None
 
     def __post_init__(self):
@@ -71,7 +73,7 @@ class Cell:
     speculative: float
     speedup: float
     speedup_interval: Interval
-    draft_seconds: float  # of a draft to full depth with what it digests of the round before
+    draft_seconds: float | None  # of a draft to full depth with what it digests of the round before; None for trees
     agreement: Agreement
     policy: dict[str, Any] | None  # D-cut's costs
     left_out: int
@@ -135,16 +137,18 @@ def compare(
     kept = None if file is None or not file.exists() else read(file)
     found = _begin(target, drafters, prompts, options, kept, file, switches)
     done = {cell.key for cell in found.cells}
-    ways = (FIXED, DCUT) if options.adaptive else (FIXED,)
-    keys = [(d, way, domain, t) for domain, t, d, way in itertools.product(prompts, options.temperatures, drafters, ways)]
+    ways = {name: _ways(drafter, options) for name, drafter in drafters.items()}
+    pairs = itertools.product(prompts, options.temperatures, drafters)
+    keys = [(name, way, domain, temperature) for domain, temperature, name in pairs for way in ways[name]]
     left = [key for key in keys if key not in done]
     total = sum(len(prompts[domain]) * options.texts(temperature) for *_, domain, temperature in left)
-    drafting = {cell.drafter: cell.draft_seconds for cell in found.cells}
+    drafting = {cell.drafter: cell.draft_seconds for cell in found.cells if cell.draft_seconds is not None}
     policies: dict[str, Policy] = {}
     cells, passed = list(found.cells), 0
     for name, way, domain, temperature in left:
         drafter, capacity = drafters[name], found.facts["options"]["capacity"]
-        if name not in drafting:
+        nodes = ways[name][way]
+        if name not in drafting and nodes is None:
             context = min(CONTEXT, capacity // 2)
             drafting[name] = step_costs.time_draft(drafter, target, 1, context, capacity, DRAFT_REPEATS)
         if way == DCUT and name not in policies:
@@ -154,17 +158,25 @@ def compare(
             settings = measure.Options(
                 options.max_new_tokens, temperature, options.top_k, options.top_p, options.min_p,
                 seed=options.seed + number * len(prompts[domain]), capacity=capacity, repeats=options.repeats, adaptive=way == DCUT,
+                tree=nodes,
             )  # fmt: skip
             report_on = None if progress is None else _shifted(progress, passed, total)
             own = {domain: prompts[domain]}
             policy = policies[name] if way == DCUT else None
             runs.append(measure.measure(target, drafter, own, settings, policy=policy, progress=report_on, **switches))
             passed += len(prompts[domain])
-        cells.append(_cell((name, way, domain, temperature), runs, drafting[name]))
+        cells.append(_cell((name, way, domain, temperature), runs, drafting[name] if nodes is None else None))
         found = dataclasses.replace(found, cells=cells)
         if file is not None:
             report.write_json(file, found.to_dict())
     return found
+
+
+def _ways(drafter: Drafter, options: Options) -> dict[str, int | None]:
+    """Every way of using a drafter, with the nodes of its trees (None: chains)."""
+    found: dict[str, int | None] = {FIXED: None} | ({DCUT: None} if options.adaptive else {})
+    grows = hasattr(registry.module(drafter.config), "start_tree")
+    return found | ({f"trees of {nodes}": nodes for nodes in options.trees} if grows else {})
 
 
 def read(file: str | Path) -> Comparison:
@@ -200,7 +212,7 @@ def groups(cells: Sequence[Cell]) -> dict[tuple[str, float], list[Cell]]:
 def _begin(target: Target, drafters, prompts, options: Options, kept: Comparison | None, file, switches) -> Comparison:
     """The facts of this run joined with those of the file, which must not contradict them."""
     encoded = {domain: [text.encode(target, prompt, **switches) for prompt in group] for domain, group in prompts.items()}
-    fixed = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("temperatures", "adaptive")}
+    fixed = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("temperatures", "adaptive", "trees")}
     facts = {
         "target": {"name": target.name, "fingerprint": target.fingerprint, "dtype": str(target.params.embed.dtype)},
         "machine": report.machine(),
@@ -247,7 +259,7 @@ def _shifted(progress: Progress, passed: int, total: int) -> Progress:
     return lambda done, _: progress(passed + done, total)
 
 
-def _cell(key: tuple[str, str, str, float], runs: Sequence[measure.Measurement], draft_seconds: float) -> Cell:
+def _cell(key: tuple[str, str, str, float], runs: Sequence[measure.Measurement], draft_seconds: float | None) -> Cell:
     drafter, way, domain, temperature = key
     records = [record | {"text": number} for number, run in enumerate(runs) for record in run.records]
     columns = _sums(records)

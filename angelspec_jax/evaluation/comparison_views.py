@@ -30,7 +30,7 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
                 f"{cell.acceptance.tau:.2f} [{cell.tau_interval}]".replace("[", r"\["),
                 "" if place == 0 else _behind(ranked[0], cell),
                 shares,
-                f"{1e3 * cell.draft_seconds:.2f}",
+                "-" if cell.draft_seconds is None else f"{1e3 * cell.draft_seconds:.2f}",
                 f"{cell.plain:.1f}",
                 f"{cell.speculative:.1f}",
                 f"{cell.speedup:.2f} x [{cell.speedup_interval}]".replace("[", r"\["),

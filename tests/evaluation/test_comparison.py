@@ -87,6 +87,17 @@ def test_what_does_not_belong_together_is_refused(toy_target, helpers, found, tm
         comparison.Options(seeds=0)
 
 
+def test_trees_stand_beside_chains_where_a_drafter_grows_them(toy_target, helpers, found, tmp_path):
+    options = dataclasses.replace(OPTIONS, temperatures=(0.0,), trees=(3,))
+    both = comparison.compare(toy_target, helpers, {"b": PROMPTS["b"]}, options)
+    assert [cell.label for cell in both.cells] == ["toy", "toy, trees of 3", "lookup"]
+    tree = both.cells[1]
+    alone = measure.Options(max_new_tokens=6, capacity=128, tree=3)
+    assert tree.acceptance == measure.measure(toy_target, helpers["toy"], {"b": PROMPTS["b"]}, alone, timed=False).acceptance["b"]
+    assert tree.draft_seconds is None
+    assert both.agreement.holds
+
+
 def test_it_is_shown(found, tmp_path):
     cells = found[0].cells
     with (tmp_path / "screen").open("w+") as screen:
