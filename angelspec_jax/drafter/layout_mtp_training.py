@@ -45,10 +45,10 @@ def as_target(settings: Mapping[str, Any], answers: Overrides, file: Path) -> di
 
 
 def fused_leaves(config: MoEConfig, width: int) -> tuple[Any, Any]:
-    """Where `gate_up` [X, D, 2, F] and `down` [X, F, D] of experts stored together come from."""
+    """Where `gate_up` [X, D, 2F] and `down` [X, F, D] of experts stored together come from."""
     x, f = config.num_experts, config.intermediate_size
-    half = ((x,), (width,), (1, f))
-    gate_up = boxed(*(Box(name, half, (0, 1, 2, 3), (0, 0, which, 0)) for which, name in enumerate((GATE, UP))))
+    half = ((x,), (width,), (f,))
+    gate_up = boxed(*(Box(name, half, (0, 1, 2), (0, 0, which * f)) for which, name in enumerate((GATE, UP))))
     return gate_up, boxed(Box(DOWN, ((x,), (f,), (width,)), (0, 1, 2), (0, 0, 0)))
 
 

@@ -214,7 +214,7 @@ def moe_leaves(config: MoEConfig, width: int, prefix: str) -> MoE:
     names = [f"{prefix}{EXPERTS}{index}." for index in range(x)]
     return MoE(
         router=_transposed(f"{prefix}{ROUTERS[config.names]}", (x, width)),
-        gate_up=_stack_leaves(*(_gate_up(name, f, width) for name in names)),
+        gate_up=_stack_leaves(*(_side_by_side(name, f, width) for name in names)),
         down=_stack_leaves(*(_transposed(f"{name}down_proj.weight", (width, f)) for name in names)),
         selection_bias=_plain(f"{prefix}{SELECTION_BIAS}", (x,)) if config.selection_bias else None,
     )
@@ -278,6 +278,12 @@ def _transposed(name: str, shape: tuple[int, int]) -> Any:
 def _gate_up(prefix: str, width: int, inputs: int) -> Any:
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
     return boxed(*(Box(name, ((width, 1), (inputs,)), (2, 1, 0), (0, which, 0)) for which, name in enumerate(names)))
+
+
+def _side_by_side(prefix: str, width: int, inputs: int) -> Any:
+    """As `_gate_up`, but the two together are one matrix [inputs, 2 width]."""
+    names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    return boxed(*(Box(name, ((width,), (inputs,)), (1, 0), (0, which * width)) for which, name in enumerate(names)))
 
 
 def _stack(layers: tuple[Layer, ...]) -> Layer:

@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax.params import Param, stack
+from angelspec_jax.target import moe
 from angelspec_jax.target.attention import Rows, attend
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
@@ -127,9 +128,10 @@ def _scan(run, layers, x, cache, taps):
     embedded = jnp.broadcast_to((ids == -1)[:, None, None], (len(taps), *x.shape))
     tapped = jnp.where(embedded, x[None], jnp.zeros((), x.dtype))
 
-    def step(carry, per_layer):
+    def step(complete, first, carry, per_layer):
         x, tapped = carry
         index, layer = per_layer
+        layer = complete(layer, index - first)
         # Indexed here, not passed as scanned inputs: a run's part of the cache would be a copy. Pages are indexed by the kernel.
         if cache.table is None:
             one = lambda part: jax.lax.dynamic_index_in_dim(part, index, keepdims=False, allow_negative_indices=False)  # noqa: E731
@@ -142,7 +144,9 @@ def _scan(run, layers, x, cache, taps):
     first, new_kv = 0, []
     for stacked in layers.stacks if isinstance(layers, Runs) else (layers,):
         count = stacked.input_norm.shape[0]
-        (x, tapped), kv = jax.lax.scan(step, (x, tapped), (jnp.arange(first, first + count, dtype=jnp.int32), stacked))
+        sliced, complete = moe.aside(stacked)
+        numbers = jnp.arange(first, first + count, dtype=jnp.int32)
+        (x, tapped), kv = jax.lax.scan(functools.partial(step, complete, first), (x, tapped), (numbers, sliced))
         new_kv.append(kv)
         first += count
     joined = new_kv[0] if len(new_kv) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *new_kv)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from angelspec_jax import mesh as meshes
-from angelspec_jax.target import kernels
+from angelspec_jax.target import kernels, moe
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.layers import decoder_layer, rms_norm, rotation
 from angelspec_jax.target.transformer import Runs, TargetParams, check_taps
@@ -47,12 +47,14 @@ def forward(
             tapped, first = keep(tapped, first, x), first + 1
             continue
 
-        def step(carry, part):
-            x = run(carry[0], part[1])
+        sliced, complete = moe.aside(stacked)
+
+        def step(carry, part, complete=complete, first=first):
+            x = run(carry[0], complete(part[1], part[0] - first))
             return (x, keep(carry[1], part[0], x)), None
 
         count = stacked.input_norm.shape[0]
-        (x, tapped), _ = jax.lax.scan(step, (x, tapped), (jnp.arange(first, first + count, dtype=jnp.int32), stacked))
+        (x, tapped), _ = jax.lax.scan(step, (x, tapped), (jnp.arange(first, first + count, dtype=jnp.int32), sliced))
         first += count
     return jnp.moveaxis(tapped, 0, 2), rms_norm(x, params.final_norm, config.rms_norm_eps)
 

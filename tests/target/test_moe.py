@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 from angelspec_jax import mesh as meshes
 from angelspec_jax.params import initialize
-from angelspec_jax.target import hf, kv_cache, layout
+from angelspec_jax.target import hf, kv_cache, layout, moe
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import MoEConfig, Rope, TransformerConfig
-from angelspec_jax.target.layers import rope_frequencies
+from angelspec_jax.target.layers import Layer, rope_frequencies
 from angelspec_jax.target.loading import load_target
 from angelspec_jax.target.moe import moe_specs, routed
 from angelspec_jax.target.safetensors_io import open_checkpoint
@@ -30,9 +30,9 @@ KINDS = {"qwen3": QWEN3, "hunyuan": HUNYUAN, "hy3": HY3, "weights_as_they_are": 
 WIDTH, ROWS = 16, 10
 
 
-def model(moe: MoEConfig, scan_layers: bool = False) -> TransformerConfig:
-    norm = "after_rope" if moe.names == "hunyuan" else "before_rope"
-    return TransformerConfig(40, WIDTH, 24, 3, 4, 2, 8, qk_norm=norm, moe=moe, scan_layers=scan_layers)
+def model(experts: MoEConfig, scan_layers: bool = False) -> TransformerConfig:
+    norm = "after_rope" if experts.names == "hunyuan" else "before_rope"
+    return TransformerConfig(40, WIDTH, 24, 3, 4, 2, 8, qk_norm=norm, moe=experts, scan_layers=scan_layers)
 
 
 FORMS = {
@@ -69,7 +69,7 @@ def by_loops(params, config: MoEConfig, x) -> np.ndarray:
         chosen = np.argsort(-(scores + bias), kind="stable")[: config.experts_per_token]
         total = scores[chosen].sum() if config.normalize else 1.0
         for expert in chosen:
-            gate, up = row @ gate_up[expert, :, 0], row @ gate_up[expert, :, 1]
+            gate, up = np.split(row @ gate_up[expert], 2)
             out[n] += config.scale * scores[expert] / total * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
     return out
 
@@ -89,6 +89,20 @@ def test_no_row_is_dropped_when_all_choose_one_expert():
     np.testing.assert_allclose(jax.jit(routed, static_argnums=1)(params, config, x), by_loops(params, config, x), atol=1e-5)
 
 
+@pytest.mark.parametrize("way", [None, moe._among_all])
+def test_experts_of_a_stack_are_those_of_their_layer(monkeypatch, way):
+    """Read in place by an index, as a scan has them, with another layer's before and behind; also the way that TPUs go."""
+    if way is not None:
+        monkeypatch.setattr(moe, "_alone", way)
+    params, x = layer(HY3)
+    others = initialize(moe_specs(HY3, WIDTH), jax.random.key(7))
+    stack, nothing = jax.tree.map(lambda *leaves: jnp.stack(leaves), others, params, others), [None] * 6
+    sliced, complete = moe.aside(Layer(*nothing, moe=stack))
+    assert sliced.moe.gate_up is None and sliced.moe.down is None
+    found = jax.jit(lambda index: routed(complete(Layer(*nothing, moe=params), index).moe, HY3, x))(1)
+    np.testing.assert_allclose(found, by_loops(params, HY3, x), atol=1e-5)
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
 @pytest.mark.parametrize(("kind", "axes"), [("hy3", ("fsdp", "tensor")), ("qwen3", ("tensor",))])
 def test_spread_experts_give_the_same_sums(kind, axes):
@@ -96,7 +110,7 @@ def test_spread_experts_give_the_same_sums(kind, axes):
     params, x = layer(config)
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
     held = jax.device_put(params, meshes.shardings(mesh, moe_specs(config, WIDTH)))
-    assert held.gate_up.sharding.spec == PartitionSpec(axes, None, None, None)
+    assert held.gate_up.sharding.spec == PartitionSpec(axes, None, None)
     rows = jax.device_put(x, meshes.sharding(mesh, ("batch", None), x.shape))
     with jax.set_mesh(mesh):
         compiled = jax.jit(routed, static_argnums=1).lower(held, config, rows).compile()
@@ -143,7 +157,7 @@ def test_checkpoints_come_back(tmp_path, write_model, kind, scan_layers):
         assert [run.input_norm.shape[0] for run in target.params.layers.stacks] == ([1, 1, 1] if kind == "qwen3" else [1, 2])
     last = layer_at(target.params.layers, 2)
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    np.testing.assert_array_equal(last.moe.gate_up[3, :, 1].T, open_checkpoint(tmp_path).read(name))
+    np.testing.assert_array_equal(last.moe.gate_up[3, :, 12:].T, open_checkpoint(tmp_path).read(name))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
@@ -154,7 +168,7 @@ def test_each_device_gets_its_experts(tmp_path, write_model):
     target = load_target(tmp_path, mesh=mesh, scan_layers=True, need_tokenizer=False)
     jax.tree.map(np.testing.assert_array_equal, target.params, params)
     gate_up = target.params.layers.stacks[1].moe.gate_up
-    assert {shard.data.shape for shard in gate_up.addressable_shards} == {(2, 2, WIDTH, 2, 12)}
+    assert {shard.data.shape for shard in gate_up.addressable_shards} == {(2, 2, WIDTH, 24)}
 
 
 def parse(kind: str, **changes) -> TransformerConfig:
