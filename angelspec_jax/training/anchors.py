@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from angelspec_jax.highest import ordered, threshold
 from angelspec_jax.training.losses import contiguous_mask
 
 FIRST_DRAFT_SLOT = {"same_position": 1, "anchor_first": 0}
@@ -99,13 +100,21 @@ def sample_anchors(
     eligible = eligible_anchors(loss_mask, block_size, rule=rule, valid=valid, documents=documents)
     batch, length = loss_mask.shape
     scores = jnp.where(eligible, jax.random.uniform(key, (batch, length)), -1.0)
-    best, index = jax.lax.top_k(scores, min(count, length))
-    if count > length:
-        index = jnp.pad(index, ((0, 0), (0, count - length)))
-        best = jnp.pad(best, ((0, 0), (0, count - length)), constant_values=-1.0)
-    ordered = jnp.sort(jnp.where(best >= 0, index, length).astype(jnp.int32), axis=1)
-    keep = ordered < length
-    return jnp.where(keep, ordered, 0), keep
+    # The highest scores, of equal ones the first, by a threshold and running counts: long sequences would be sorted for them.
+    images, wanted = ordered(scores), min(count, length)
+    last = threshold(images, lambda above: jnp.sum(above, axis=-1, dtype=jnp.int32) >= wanted)[:, None]
+    above, equal = images > last, images == last
+    room = wanted - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
+    chosen = eligible & (above | (equal & (_running(equal) <= room)))
+    rank = jnp.arange(1, count + 1, dtype=jnp.int32)
+    index = jax.vmap(lambda reached: jnp.searchsorted(reached, rank))(_running(chosen)).astype(jnp.int32)
+    keep = index < length
+    return jnp.where(keep, index, 0), keep
+
+
+def _running(which: Bool[Array, "B S"]) -> Int[Array, "B S"]:
+    """How many there are up to each position."""
+    return jnp.cumsum(which, axis=1, dtype=jnp.int32)
 
 
 def block_targets(

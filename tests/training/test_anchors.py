@@ -59,6 +59,21 @@ def test_more_slots_than_positions():
     assert chosen[0].tolist() == [0, 1, 2] + [0] * 6 and keep[0].tolist() == [True] * 3 + [False] * 6
 
 
+@pytest.mark.parametrize("count", [1, 7, 64, 90])
+def test_sampling_takes_the_highest_scores_and_of_equal_ones_the_first(monkeypatch, count):
+    """As a sort would choose them, with draws so coarse that most are equal."""
+    draw = np.random.default_rng(4).integers(0, 5, (3, 64)).astype(np.float32) / 5
+    monkeypatch.setattr(A.jax.random, "uniform", lambda key, shape: jnp.asarray(draw))
+    loss_mask = jnp.asarray(np.random.default_rng(5).random((3, 64)) < 0.6, jnp.float32)
+    chosen, keep = A.sample_anchors(jax.random.key(0), loss_mask, count, BLOCK)
+    eligible = np.asarray(A.eligible_anchors(loss_mask, BLOCK))
+    for row in range(3):
+        best = np.argsort(np.where(eligible[row], -draw[row], 1.0), kind="stable")[:count]
+        expected = np.sort(best[eligible[row][best]])
+        np.testing.assert_array_equal(chosen[row][keep[row]], expected)
+        assert keep[row, : len(expected)].all() and not keep[row, len(expected) :].any() and not chosen[row, len(expected) :].any()
+
+
 def test_sampling_is_uniform():
     loss_mask = jnp.tile(mask_of("0111111111110"), (4000, 1))
     chosen, keep = A.sample_anchors(jax.random.key(2), loss_mask, 3, BLOCK)
