@@ -36,7 +36,7 @@ from angelspec_jax.drafter.types import Shared
 from angelspec_jax.target import hf, kv_cache, whole
 from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
-from angelspec_jax.target.transformer import TargetParams, forward, target_specs
+from angelspec_jax.target.transformer import Runs, TargetParams, forward, target_specs
 from angelspec_jax.training import prepare
 from angelspec_jax.training import step as training
 from angelspec_jax.training.optimizer import make_optimizer
@@ -139,7 +139,8 @@ ORIGINS = {
     "vmem_bytes": "compiler: the most that any one Pallas kernel takes",
     "flops": "compiler, cost analysis; layers multiplied, other loops counted once, of branches the dearest",
     "bytes_accessed": "compiler, cost analysis; as flops, reads and writes of on-chip memory included",
-    "estimated_seconds": "compiler's own estimate without collectives; layers multiplied, other loops counted once",
+    "estimated_seconds": "compiler's own estimate without collectives; layers multiplied, other loops counted once; experts, whose grouped "
+    "products it has no estimate for, with one reading at the chip's bandwidth (public figure)",
     "floor_seconds": "the larger of flops at the chip's peak and one reading of weights and caches at its bandwidth (public figures)",
 }
 
@@ -338,7 +339,8 @@ def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh
     rows = functools.partial(_decode_rows, shape.requests, drafts + 1)
     layers = functools.partial(_layer_cost, models, functools.partial(_row_pass, models, mesh, shape.requests, shape.capacity, rows))
     read = local_bytes((weights, state)) - (0 if models.target.tie_embeddings else local_bytes(weights.target.embed))
-    return _report("decode step", topology, mesh, models, program, layers, progress or Progress(), read)
+    experts = expert_bytes(weights.target)
+    return _report("decode step", topology, mesh, models, program, layers, progress or Progress(), read, experts)
 
 
 def abstract_weights(models: Models, mesh: Mesh) -> Weights:
@@ -401,7 +403,8 @@ def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh, 
     if meshes.sequence_parts(mesh) > 1:
         passed = functools.partial(_whole_pass, models, mesh, *tokens)
     layers = functools.partial(_layer_cost, models, passed)
-    return _report("training step", topology, mesh, models, program, layers, progress or Progress(), local_bytes((state, frozen)))
+    read, experts = local_bytes((state, frozen)), expert_bytes(weights.target)
+    return _report("training step", topology, mesh, models, program, layers, progress or Progress(), read, experts)
 
 
 def abstract_state(specs, optimizer: optax.GradientTransformation, mesh: Mesh) -> training.TrainState:
@@ -435,7 +438,15 @@ class Cost:
 
 
 def _report(
-    name: str, topology: str, mesh: Mesh, models: Models, program: Callable, layers: Callable[[], Cost], progress: Progress, read: int
+    name: str,
+    topology: str,
+    mesh: Mesh,
+    models: Models,
+    program: Callable,
+    layers: Callable[[], Cost],
+    progress: Progress,
+    read: int,
+    experts: int,
 ) -> Report:
     chip, share = _chip(topology, mesh)
     limit, count = int(chip.memory * share), models.target.num_layers
@@ -474,6 +485,9 @@ def _report(
     del compiled, lowered
     with progress.step(f"{named}: compiling single layers, for the cost of the others"):
         cost += layers()
+    # A grouped product reads its layer's experts out of the stack of all (`target.moe`), which the whole program counts at full length: no
+    # more is to be multiplied. The compiler has no seconds for it.
+    cost += Cost(0.0, -experts * _multiplied(models.target, True) / max(_sparse(models.target), 1), experts / (chip.bandwidth * share))
     floor = max(cost.flops / (chip.flops * share), read / (chip.bandwidth * share))
     return dataclasses.replace(
         report, flops=cost.flops, bytes_accessed=cost.bytes, estimated_seconds=cost.seconds, floor_seconds=floor
@@ -497,15 +511,23 @@ def _layer_cost(models: Models, passed: Callable) -> Cost:
 
     `passed(config)` lowers the target's pass over what the program has it read.
     """
-    config, total = models.target, Cost(0.0, 0.0, 0.0)
+    total = Cost(0.0, 0.0, 0.0)
     for sparse in (False, True):
-        indices = [index for index in range(config.num_layers) if config.is_sparse(index) == sparse]
-        stacks = sum(1 for index in indices if index - 1 not in indices)
-        if len(indices) <= stacks:
-            continue
-        one, two = (_forward_cost(models, passed, sparse, count) for count in (1, 2))
-        total = total + (two + one.times(-1.0)).times(len(indices) - stacks)
+        more = _multiplied(models.target, sparse)
+        if more:
+            one, two = (_forward_cost(models, passed, sparse, count) for count in (1, 2))
+            total = total + (two + one.times(-1.0)).times(more)
     return total
+
+
+def _multiplied(config: TransformerConfig, sparse: bool) -> int:
+    """Layers of a kind beyond the first of each stack."""
+    indices = [index for index in range(config.num_layers) if config.is_sparse(index) == sparse]
+    return sum(1 for index in indices if index - 1 in indices)
+
+
+def _sparse(config: TransformerConfig) -> int:
+    return sum(map(config.is_sparse, range(config.num_layers)))
 
 
 def _forward_cost(models: Models, passed: Callable, sparse: bool, count: int) -> Cost:
@@ -546,6 +568,12 @@ def _cost(compiled) -> Cost:
     # An operation without an estimate, such as a collective, counts -1 s.
     seconds = seconds if seconds >= 0 else seconds + math.ceil(-seconds)
     return Cost(found.get("flops", 0.0), found.get("bytes accessed", 0.0), seconds)
+
+
+def expert_bytes(target: TargetParams) -> int:
+    """Bytes that one device holds of all experts of a scanned target."""
+    stacks = target.layers.stacks if isinstance(target.layers, Runs) else (target.layers,)
+    return sum(local_bytes((stack.moe.gate_up, stack.moe.down)) for stack in stacks if stack.moe is not None)  # pyright: ignore
 
 
 def local_bytes(tree) -> int:

@@ -12,27 +12,48 @@ from jax.experimental.layout import Format
 from typer.testing import CliRunner
 
 from angelspec_jax import compile as compiling
+from angelspec_jax import config as configs
 from angelspec_jax import mesh as meshes
 from angelspec_jax import params
 from angelspec_jax.cli import app
 from angelspec_jax.config import packaged
 from angelspec_jax.decoding import generate
 from angelspec_jax.decoding.step import Plan
-from angelspec_jax.target import kv_cache
-from angelspec_jax.target.layers import layer_specs, swiglu
+from angelspec_jax.target import kv_cache, moe
+from angelspec_jax.target.layers import Layer, layer_specs, swiglu
 from angelspec_jax.target.transformer import target_specs
 from pallas_kernels import aot
 
 needs_compiler = pytest.mark.skipif(not aot.available(), reason="libtpu, the TPU compiler, is not installed")
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-BILLIONS = {"qwen3_8b": 8.19, "qwen3_30b_a3b": 30.5, "hy3": 295}
+BILLIONS = {"qwen3_8b": 8.19, "qwen3_30b_a3b": 30.5, "hy3": 295, "qwen3_4b_2507_mtp_128k": 4.02}
 
 
 @pytest.mark.parametrize("path", sorted((packaged() / "targets").glob("*.yaml")), ids=lambda path: path.stem)
 def test_packaged_targets_have_their_published_size(path):
     models = compiling.describe(compiling.load(f"targets/{path.stem}", []), None)
     assert params.count(target_specs(models.target)) / 1e9 == pytest.approx(BILLIONS[path.stem], rel=0.01)
-    assert models.drafter.num_drafts == 7 and models.target.scan_layers
+    assert models.drafter.num_drafts == (4 if models.drafter.family == "mtp" else 7) and models.target.scan_layers
+
+
+def test_the_long_text_recipe_is_the_one_that_is_compiled():
+    """What `targets/` says of it again, because it is compiled without a checkpoint, is what the training config says."""
+    recipe = configs.load("train/qwen3_4b_2507_mtp_128k")
+    shape = compiling.load("targets/qwen3_4b_2507_mtp_128k", []).train
+    assert (shape.batch_size, shape.length) == (recipe.train.batch_size, recipe.data.max_length)
+    for name in ("accumulate", "anchors", "compute_dtype", "ttt", "chunk", "anchor_rule", "max_documents"):
+        assert getattr(shape.settings, name) == getattr(recipe.train, name), name
+    assert shape.settings.stages[0].objective == recipe.train.stages[0].objective
+    assert (shape.mesh.fsdp, shape.mesh.sequence) == (recipe.mesh.fsdp, recipe.mesh.sequence)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
+def test_experts_are_told_from_what_else_a_device_holds():
+    models = compiling.describe(compiling.load("targets/hy3", []), None)
+    weights = compiling.abstract_weights(models, meshes.make_mesh(1, -1, 2, jax.devices()[:8]))
+    assert compiling.expert_bytes(weights.target) == 79 * 192 * 3 * 4096 * 1536 * 2 // 8
+    dense = compiling.describe(compiling.load("targets/qwen3_8b", []), 2)
+    assert compiling.expert_bytes(target_specs(dense.target)) == 0
 
 
 def test_a_target_cut_short_keeps_its_kinds_of_layers():
@@ -194,12 +215,32 @@ def test_training_step(topology, name):
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "tpu7x:2x2x1"])
 def test_a_sequence_of_131072_tokens_over_all_devices(topology):
     """No device holds a layer's activations of the whole text: its keys and values are the most that is gathered."""
-    mtp = ("drafter.family=mtp", "drafter.taps=null", "train.settings.anchors=512", "train.batch_size=1", "train.length=131072")
-    mesh = "train.mesh={data: 1, fsdp: 1, sequence: -1, tensor: 1}"
-    (report,) = compiling.run(compiling.load("targets/qwen3_8b", [*mtp, mesh]), topology, layers=2, parts=("train",))
+    (report,) = compiling.run(compiling.load("targets/qwen3_4b_2507_mtp_128k", []), topology, layers=2, parts=("train",))
     assert report.vmem_bytes > 0 and report.hbm_bytes < report.hbm_limit
-    width_of_one_layer = 131072 * 2 * 12288 * 2  # bytes of its feed-forward product
+    width_of_one_layer = 131072 * 2 * 9728 * 2  # bytes of its feed-forward product
     assert report.temporary_bytes < 2 * width_of_one_layer
+
+
+@pytest.mark.tpu_aot
+@needs_compiler
+@pytest.mark.parametrize("topology", CHIPS)
+def test_no_expert_is_copied_on_its_way_to_a_product(topology):
+    """A scan over layers reads the experts that have rows where they are, in the stack of all layers."""
+    mesh = meshes.make_mesh(1, 1, 1, compiling.slice_devices(topology)[:1])
+    model = compiling.describe(compiling.load("targets/qwen3_30b_a3b", []), 2).target
+    config = dataclasses.replace(model.moe, num_experts=16)
+    specs = params.stack(moe.moe_specs(config, model.hidden_size), 4)
+    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs))
+    x = jax.ShapeDtypeStruct((256, model.hidden_size), jnp.bfloat16, sharding=meshes.replicated(mesh))
+
+    def run(x, weights):
+        sliced, complete = moe.aside(Layer(*[None] * 6, moe=weights))
+        step = lambda x, part: (moe.routed(complete(part[1], part[0]).moe, config, x).astype(x.dtype), None)  # noqa: E731
+        return jax.lax.scan(step, x, (jnp.arange(4, dtype=jnp.int32), sliced))[0]
+
+    with jax.set_mesh(mesh):
+        memory = jax.jit(run).lower(x, weights).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 32 * 2**20  # 16 experts of one layer take 144
 
 
 @pytest.mark.tpu_aot
@@ -209,9 +250,9 @@ def test_experts_are_not_gathered(topology, name):
     """A device that held all experts of a layer would need several times the memory."""
     overrides = [*SMALL, "decode.mesh.fsdp=-1", "decode.mesh.tensor=2"]
     (report,) = compiling.run(compiling.load(f"targets/{name}", overrides), topology, layers=2, parts=("decode",))
-    moe = compiling.describe(compiling.load(f"targets/{name}", []), 2).target.moe
-    assert moe is not None
-    experts = 3 * moe.num_experts * moe.intermediate_size * (2048 if name == "qwen3_30b_a3b" else 4096) * 2
+    config = compiling.describe(compiling.load(f"targets/{name}", []), 2).target.moe
+    assert config is not None
+    experts = 3 * config.num_experts * config.intermediate_size * (2048 if name == "qwen3_30b_a3b" else 4096) * 2
     assert report.temporary_bytes < experts / 2
 
 
