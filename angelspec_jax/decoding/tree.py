@@ -22,8 +22,13 @@ def check(config: registry.AnyConfig | None, nodes: int) -> None:
         raise ValueError(f"a tree of {nodes} nodes needs a drafter")
     if not 1 <= nodes < MAX_TREE_ROWS:
         raise ValueError(f"a draft tree has between 1 and {MAX_TREE_ROWS - 1} nodes, got {nodes}")
-    if not hasattr(registry.module(config), "expand"):
+    if not growable(config):
         raise ValueError(f"a drafter of family {config.family} drafts chains only; leave out the tree")
+
+
+def growable(config: registry.AnyConfig) -> bool:
+    """Whether drafters of this family draft trees."""
+    return hasattr(registry.module(config), "expand")
 
 
 def grow(

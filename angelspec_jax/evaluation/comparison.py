@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from angelspec_jax import text
 from angelspec_jax.decoding.dcut import Policy
-from angelspec_jax.drafter import registry
+from angelspec_jax.decoding.tree import growable
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import measure, report, step_costs, tau
 from angelspec_jax.evaluation.bootstrap import Interval, interval
@@ -175,8 +175,7 @@ def compare(
 def _ways(drafter: Drafter, options: Options) -> dict[str, int | None]:
     """Every way of using a drafter, with the nodes of its trees (None: chains)."""
     found: dict[str, int | None] = {FIXED: None} | ({DCUT: None} if options.adaptive else {})
-    grows = hasattr(registry.module(drafter.config), "start_tree")
-    return found | ({f"trees of {nodes}": nodes for nodes in options.trees} if grows else {})
+    return found | ({f"trees of {nodes}": nodes for nodes in options.trees} if growable(drafter.config) else {})
 
 
 def read(file: str | Path) -> Comparison:

@@ -23,7 +23,7 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
     for (domain, temperature), own in groups(cells).items():
         ranked = sorted(own, key=lambda cell: -cell.acceptance.tau)
         for place, cell in enumerate(ranked):
-            shares = " ".join(" -" if share is None else f"{100 * share:2.0f}" for share in cell.acceptance.conditional)
+            shares = " ".join(" -" if share is None else f"{100 * share:2.0f}" for share in _offered(cell.acceptance.conditional))
             found.add_row(
                 f"{escape(domain)}, T = {temperature:g}" if place == 0 else "",
                 escape(cell.label),
@@ -63,6 +63,11 @@ def figures(title: str, cells: Sequence[Cell], folder: str | Path) -> list[Path]
 
 def _inside(panels: dict[str, dict[str, dict[str, plots.Bar]]], panel: str, label: str) -> dict[str, plots.Bar]:
     return panels.setdefault(panel, {}).setdefault(label, {})
+
+
+def _offered(shares: Sequence[float | None]) -> Sequence[float | None]:
+    """Without the positions at the end that no draft reached; a tree has far fewer levels than nodes."""
+    return shares[: max((place for place, share in enumerate(shares, 1) if share is not None), default=0)]
 
 
 def _behind(best: Cell, cell: Cell) -> str:

@@ -59,7 +59,7 @@ def answer(target: Target, drafter: Drafter | None, domain: str, question: str, 
     console.print(f"{domain}: {question}", style="bold", markup=False, highlight=False, soft_wrap=True)
     rounds = tokens = 0
     for delta in text.stream(
-        target, question, drafter, max_new_tokens=options.max_new_tokens, capacity=options.capacity, **options.sampling()
+        target, question, drafter, max_new_tokens=options.max_new_tokens, capacity=options.capacity, tree=options.tree, **options.sampling()
     ):
         write_raw(console, delta.text)
         rounds, tokens = rounds + bool(delta.tokens), tokens + len(delta.tokens)
