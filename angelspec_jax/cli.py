@@ -84,6 +84,9 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the plot and the JSON.")] = Path("demo-output"),
     per_domain: Annotated[int, typer.Option(min=1, max=12, help="Timed prompts per domain.")] = 3,
     max_new_tokens: opt.NewTokens = 160,
+    tree: Annotated[
+        int | None, typer.Option(min=1, max=63, help="Nodes of a draft tree. Default: as many as a chain has drafts.")
+    ] = None,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
 ) -> None:
@@ -92,12 +95,15 @@ def demo(
     console = start()
     import dataclasses
 
+    from angelspec_jax.decoding.tree import growable
     from angelspec_jax.evaluation import demo as show
 
     model, helper = load(target, drafter)
     if helper is None:
         raise ValueError("the demo compares a drafter with plain decoding; name one with --drafter")
-    options = dataclasses.replace(show.SETTINGS, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    if tree is None and growable(helper.config):  # as many rows to verify as a chain has, and more of them accepted
+        tree = helper.config.num_drafts
+    options = dataclasses.replace(show.SETTINGS, max_new_tokens=max_new_tokens, tree=tree, temperature=temperature, seed=seed)
     show.run(model, helper, console, output, per_domain=per_domain, options=options)
 
 
