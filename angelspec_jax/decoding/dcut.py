@@ -26,9 +26,11 @@ from angelspec_jax.decoding import margins
 from angelspec_jax.decoding.margins import Margins
 from angelspec_jax.drafter.types import Draft
 
-PROBE = 4  # rounds between two looks at a drafter that has not paid lately; more with many requests, whose mean changes slowly
-LONGEST_PAUSE = 32
-MEMORY = 0.9  # of the running mean of what drafting rounds yield
+PROBE = 4  # rounds between two looks at a drafter that has not paid lately; twice as many after each look that did not pay either
+LOOKING = 0.01  # share of the time that such looks may cost once the pauses are long
+LONGEST_PAUSE = 64
+MEMORY = 0.9  # of the running mean of what drafting rounds yield, a request and round
+REQUESTS = 8  # that count towards that mean in a round, at most: requests of one round have much in common
 MODES = ("retrospective", "lagged", "causal")
 FREE, PLAIN = -1, -2  # values of `Policy.forced`
 
@@ -55,7 +57,7 @@ class Policy:
 class Memory:
     """What D-cut learned in earlier rounds."""
 
-    pace: Float[Array, ""]  # running mean of tokens per request and cost in rounds with a draft; starts high, so that the first ones draft
+    pace: Float[Array, ""]  # running mean of the speed of rounds with a draft, plain rounds being 1; starts high, so that the first draft
     wait: Int[Array, ""]  # rounds until a drafter that does not pay is looked at again
     pause: Int[Array, ""]  # rounds between such looks
     expected: Float[Array, "budgets"]  # drafts per request that the last draft was expected to have accepted, by budget
@@ -88,7 +90,7 @@ def worth_drafting(policy: Policy, budgets: tuple[int, ...], has_drafter: bool, 
         return False
     if budgets[0] > 0:
         return True
-    pays = (memory.pace * policy.costs[0] > 1.0) | (memory.wait <= 0)
+    pays = (memory.pace > 1.0) | (memory.wait <= 0)
     return jnp.where(policy.forced == FREE, pays, policy.forced != PLAIN)
 
 
@@ -199,12 +201,15 @@ def remember(policy: Policy, memory: Memory, cut: Cut | None, drafting, count, r
     if cut is None:
         return memory
     requests = jnp.maximum(jnp.sum(running), 1).astype(jnp.float32)
-    yielded = jnp.sum(count).astype(jnp.float32) / requests / (policy.costs[cut.budget] + policy.draft_cost)
+    plain_rounds = (policy.costs[cut.budget] + policy.draft_cost) / policy.costs[0]  # that the time would have been enough for
+    yielded = jnp.sum(count).astype(jnp.float32) / requests / plain_rounds
     # The first measured round replaces the start value.
-    mixed = jnp.where(jnp.isinf(memory.pace), yielded, MEMORY * memory.pace + (1 - MEMORY) * yielded)
+    kept = MEMORY ** jnp.minimum(requests, float(REQUESTS))
+    mixed = jnp.where(jnp.isinf(memory.pace), yielded, kept * memory.pace + (1 - kept) * yielded)
     pace = jnp.where(drafting, mixed, memory.pace)
-    pays = pace * policy.costs[0] > 1.0
-    longest = min(PROBE * running.shape[0], LONGEST_PAUSE)
+    pays = pace > 1.0
+    lost = plain_rounds * (1.0 - pace)
+    longest = jnp.clip(lost / LOOKING, PROBE, LONGEST_PAUSE).astype(jnp.int32)
     pause = jnp.where(drafting, jnp.where(pays, PROBE, jnp.minimum(2 * memory.pause, longest)), memory.pause)
     wait = jnp.where(drafting, memory.pause - 1, memory.wait - 1)
     return dataclasses.replace(memory, pace=pace, pause=pause, wait=wait, expected=cut.expected)

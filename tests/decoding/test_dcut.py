@@ -164,3 +164,33 @@ def test_few_trials_fit_nothing():
         fitted = margins.observe(fitted, jnp.ones((1, 1), jnp.float32), jnp.zeros((1, 1), jnp.int32), ones & False, ones)
     assert int(fitted.rounds) == 0
     assert float(fitted.offset[0]) == 1.5
+
+
+def looks(table, tokens, rounds, requests=1, memory=None):
+    """Which of so many rounds draft, when a draft brings every request `tokens` of them; and what is remembered at the end."""
+    given, running = policy(table, draft_cost=0.5), jnp.ones((requests,), bool)
+    kept = dcut.Cut(jnp.int32(3), jnp.ones((requests, 4), bool), jnp.ones((requests, 4)), jnp.zeros((4,)))
+
+    def round(memory, _):
+        drafting = dcut.worth_drafting(given, BUDGETS, True, memory)
+        count = jnp.where(drafting, jnp.float32(tokens), 1.0) * running.astype(jnp.float32)
+        return dcut.remember(given, memory, kept, drafting, count, running), drafting
+
+    memory, drafting = jax.lax.scan(round, dcut.create_memory(BUDGETS) if memory is None else memory, length=rounds)
+    return np.asarray(drafting), memory
+
+
+def test_looking_at_a_drafter_that_does_not_pay_costs_next_to_nothing():
+    table = [1.0, 1.1, 1.2, 1.3]  # with the draft 1.8
+    useless, memory = looks(table, 1, 600)
+    assert useless[0] and useless[300:].any()
+    assert 0.8 * useless[200:].mean() < 2 * dcut.LOOKING  # plain rounds lost, of all
+    almost, _ = looks(table, 1.75, 600)
+    assert almost[200:].mean() == pytest.approx(1 / dcut.PROBE, abs=0.02)  # hardly anything is lost: often
+    again, memory = looks(table, 4, 600, memory=memory)
+    assert again[-300:].all()
+    slower, _ = looks([5 * cost for cost in (1.0, 1.1, 1.2, 1.3)], 4, 20, memory=memory)  # a larger state: what was learned still holds
+    assert slower.all()
+    for requests, rounds in ((1, 12), (8, 3)):  # a round of many requests says more
+        drafting, _ = looks(table, 1, 40, requests, memory)
+        assert not drafting[rounds + 1] and drafting[: rounds // 3].all()
