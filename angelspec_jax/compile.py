@@ -73,6 +73,7 @@ class TargetShape:
 
     config: dict[str, Any]
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantize: Literal["int8"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +227,8 @@ def mesh_of(section: MeshSection, devices: list, topology: str) -> Mesh:
 
 def describe(config: CompileConfig, layers: int | None) -> Models:
     """Target and drafter of a config; the target scans over its layers, as it does on accelerators."""
-    target = dataclasses.replace(hf.parse_config(config.target.config, "target.config"), scan_layers=True)
+    target = hf.parse_config(config.target.config, "target.config")
+    target = dataclasses.replace(target, scan_layers=True, quantize=config.target.quantize)
     section, count = config.drafter, target.num_layers
     if not isinstance(section.mask_token, int):
         raise ValueError(f"drafter.mask_token must be a token id here, where there is no tokenizer; got {section.mask_token!r}")

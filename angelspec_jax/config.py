@@ -40,6 +40,7 @@ class TargetSection:
 
     source: str  # a Hugging Face directory, a GGUF file, or a name that `target.loading.load_target` knows
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantize: Literal["int8"] | None = None  # the layers' matrices in 8 bits: the drafter learns the rounded model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ A block that does not fit fails here with the true VMEM figures. Nothing here is
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import time
@@ -46,7 +47,11 @@ def devices(topology: str) -> list:
     # Read when libtpu is first loaded: no cloud metadata server to ask here, and other processes may compile at the same time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(topology_name=TOPOLOGIES.get(topology, topology), platform="tpu").devices
+    name = TOPOLOGIES.get(topology, topology)
+    # A host has four chips or more; a smaller slice is one host that has as many as it says.
+    sizes = [int(size) for size in name.partition(":")[2].split("x") if size.isdigit()]
+    small = {"chips_per_host_bounds": [*sizes, *[1] * (3 - len(sizes))]} if 0 < math.prod(sizes) < 4 and sizes else {}
+    return topologies.get_topology_desc(topology_name=name, platform="tpu", **small).devices
 
 
 def compile_kernel(function: Callable, *arguments, topology: str = "v6e", donate: tuple[int, ...] = ()) -> Report:

@@ -96,7 +96,8 @@ def training_needs(config: TrainConfig) -> TrainingNeeds:
     specs = registry.module(drafter).drafter_specs(drafter)
     optimizer, _ = make_optimizer(config.train, specs)
     state = compiling.abstract_state(specs, optimizer, mesh)
-    need = loading.requirement(described.config, jnp.dtype(config.target.dtype), mesh)
+    target = dataclasses.replace(described.config, quantize=config.target.quantize)
+    need = loading.requirement(target, jnp.dtype(config.target.dtype), mesh)
     shared = len(mesh.local_devices) if mesh.devices.flat[0].platform == "cpu" else 1  # virtual devices divide the machine's memory
     masters = compiling.local_bytes(state.params)
     return TrainingNeeds(

@@ -38,6 +38,11 @@ class Target:
     fingerprint: str  # of configuration, tensor headers and the first bytes of every tensor: 16 hexadecimal digits
     bytes_read: int = 0  # of the weights, by this process
 
+    @property
+    def identity(self) -> str:
+        """The fingerprint, and how the weights were rounded: what the model says depends on both."""
+        return self.fingerprint if self.config.quantize is None else f"{self.fingerprint}-{self.config.quantize}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:

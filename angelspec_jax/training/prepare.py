@@ -238,7 +238,7 @@ def cached(folder: Path, target: Target, taps: tuple[int, ...], data: Data, say:
     stored = features.stored_taps(folder, taps)
     need = features.size_estimate(sum(len(tokens) for tokens, _ in samples), len(stored), target.config.hidden_size)
     say(f"features of {len(samples)} sequences take {need / GIB:.2f} GiB in {folder}")
-    identity = features.checksum(target.fingerprint, target.chat_template, stored, samples)
+    identity = features.checksum(target.identity, target.chat_template, stored, samples)
     tenth = max(1, len(samples) // 10)
     shown = 0
 

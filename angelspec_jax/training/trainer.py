@@ -110,7 +110,7 @@ def prepare_job(config: TrainConfig, target: Target | None, say: prepare.Say) ->
         raise ValueError(f"train.batch_size {config.train.batch_size} in {parts} parts does not spread over {shards} data x fsdp shards")
     conversations = prepare.read_conversations(config)
     if target is None:
-        target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh)
+        target = load_target(config.target.source, dtype=config.target.dtype, mesh=mesh, quantize=config.target.quantize)
     drafter_config = prepare.drafter_config(config.drafter, target)
     prepare.check_confidence(drafter_config, config.train.stages)
     prepare.check_objectives(config, drafter_config)
@@ -263,7 +263,7 @@ class Run:
 
     def identity(self) -> dict[str, str]:
         """What a checkpoint must have in common with the run beyond its config."""
-        return {"data": prepare.data_digest(self.job.data), "target": self.job.target.fingerprint}
+        return {"data": prepare.data_digest(self.job.data), "target": self.job.target.identity}
 
     def stage(self, index: int) -> int:
         """The objective in force at a step."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -17,9 +18,15 @@ import tiny_run
 from safetensors.numpy import load_file
 
 from angelspec_jax.drafter.loading import create_drafter, load_drafter
+from angelspec_jax.target import kv_cache
+from angelspec_jax.target.attention import uniform_rows
+from angelspec_jax.target.loading import load_target
+from angelspec_jax.target.transformer import forward
 from angelspec_jax.training import prepare, trainer, warm
 from angelspec_jax.training.checkpoint import Checkpoints
 from angelspec_jax.training.progress import Clock, Journal
+
+pytest_plugins = ["toy_model"]
 
 QUIET = ("evaluation.every=0",)
 ONLINE = ("evaluation.every=1", "evaluation.batches=0", "evaluation.prompts=1")  # a real evaluation after every step, nothing else
@@ -114,6 +121,26 @@ def test_cached_features_train_like_computed_ones(undisturbed, target, tmp_path)
     ours, theirs = records(tmp_path), [r for r in records(undisturbed[0]) if r["kind"] == "train"]
     np.testing.assert_allclose([r["loss"] for r in ours], [r["loss"] for r in theirs], rtol=0.1)
     assert len(list((tmp_path / "features").glob("offsets-*.npy"))) == 1
+
+
+def test_target_in_eight_bits_teaches_what_it_says(toy_directory, tmp_path):
+    """Its features are its own: neither its cache nor its run is that of the weights as they are stored."""
+    toy = [*QUIET, f"target.source={toy_directory}", "target.quantize=int8", "drafter.mask_token=258", "drafter.draft_vocab=null"]
+    toy += ["data.max_length=256", "train.steps=1", "train.log_every=1", "data.cache=" + str(tmp_path / "features")]
+    trainer.train(tiny_run.make_config(tmp_path, toy))
+    rounded = load_target(toy_directory, quantize="int8")
+    stored = np.load(tmp_path / "features" / "features-00000.npy").view(ml_dtypes.bfloat16).astype(np.float32)
+    tokens = np.load(tmp_path / "features" / "tokens-00000.npy")[: np.load(tmp_path / "features" / "offsets-00000.npy")[1], 0]
+    rows, places = uniform_rows(jnp.zeros((1,), jnp.int32), len(tokens), causal=True), jnp.arange(len(tokens), dtype=jnp.int32)
+    nothing = kv_cache.create(rounded.config, 1, len(tokens))
+    tapped, _, _ = forward(rounded.params, rounded.config, jnp.asarray(tokens), places, rows, nothing, (0, 1))
+    np.testing.assert_allclose(stored[: len(tokens), :2], tapped, rtol=1e-2, atol=1e-3)  # bfloat16 on disk
+    assert rounded.identity == f"{rounded.fingerprint}-int8" and load_target(toy_directory).identity == rounded.fingerprint
+    plain = [*toy, "target.quantize=null"]
+    with pytest.raises(ValueError, match="feature cache .* was built for another target"):
+        trainer.train(tiny_run.make_config(tmp_path, [*plain, f"output={tmp_path}/plain"]))
+    with pytest.raises(ValueError, match="target.quantize"):
+        trainer.train(tiny_run.make_config(tmp_path, plain))
 
 
 def test_averaged_parameters_are_exported(target, tmp_path):
