@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -16,15 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from angelspec_jax import models
-from angelspec_jax.decoding import dcut, slots
+from angelspec_jax.decoding import dcut, deferral, slots
 from angelspec_jax.decoding.dcut import PLAIN, Policy
 from angelspec_jax.decoding.generate import check_prompt, even_policy, generate
 from angelspec_jax.decoding.step import DecodeState, Plan, Weights
 from angelspec_jax.drafter.several import SeveralConfig
 
-CONTEXT = 64  # tokens before the measured rounds, where no prompts are given
-FORMAT = 1  # of the files
+CONTEXT = 64  # tokens before the rounds that `measure` times
+LONGEST_CONTEXT = 1024  # tokens before the rounds of a table
+FORMAT = 2  # of the files
 SECONDS = 25.0  # that a whole table may take to measure, compiling aside
+GAP = 8  # times between two numbers of slots that are measured, at most
+PRECISION = 0.01  # relative standard error at which measuring ends
+LEAST_TURNS, MOST_TURNS = 4, 16  # of every kind of round
 MEASURED, COMPUTED = "measured", "computed from the compiler's estimates"
 
 
@@ -61,7 +66,8 @@ class CostTable:
     facts: dict[str, Any]
     source: str = MEASURED
     chunk: float = 0.0  # seconds of reading in `plan.prefill_chunk` prompt tokens
-    estimated: tuple[int, ...] = ()  # numbers of slots for which there was no time; scaled up from the next smaller one
+    estimated: tuple[int, ...] = ()  # numbers of slots that lie on a line between measured ones, or for which there was no time
+    error: float = 0.0  # relative standard error of the least certain of the measured costs
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,6 +91,7 @@ class CostTable:
             source=str(values["source"]),
             chunk=float(values["chunk"]),
             estimated=tuple(values["estimated"]),
+            error=float(values.get("error", 0.0)),
         )
 
 
@@ -204,52 +211,85 @@ def measure_table(
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Measure every budget for every number of slots, smallest first, within about `seconds` beside compiling.
+    """Measure every budget for some of the numbers of slots (`measured_sizes`), smallest first, within about `seconds` beside compiling.
 
-    `prompts` fill the slots; without them random tokens do, which says little about a model with experts. More rows and more slots never
-    cost less: what noise turned round is levelled.
+    What is measured is the engine's own program, so nothing is compiled for the table alone; but a step takes longer to compile than to
+    measure, hence only some sizes: the others lie on the line between their neighbours. Kinds of rounds take turns, until the medians are
+    known within `PRECISION` or their share of the time is over. `prompts` fill the slots; without them random tokens do, which says little
+    about a model with experts. More rows and more slots never cost less: what noise turned round is levelled.
     """
     filled = _filled(plan, weights, prompts, capacity)
-    plain, drafted, estimated = {}, {}, []
+    chosen = measured_sizes(sizes)
+    plain, drafted, estimated, errors = {}, {}, [], [0.0]
     left, before = seconds, None
-    for position, size in enumerate(sorted(sizes)):
-        begin = clock()
+    for position, size in enumerate(chosen):
         if before is not None and left <= 0:
             scale = size / before
             plain[size], drafted[size] = plain[before] * scale, tuple(cost * scale for cost in drafted[before])
             estimated.append(size)
         else:
-            share = left / (len(sizes) - position)
-            plain[size], drafted[size], compiling = _measure_size(plan, weights, filled, size, share, clock)
-            left -= clock() - begin - compiling
+            plain[size], drafted[size], error, spent = _measure_size(plan, weights, filled, size, left / (len(chosen) - position), clock)
+            errors.append(error)
+            left -= spent
         if before is not None:
             plain[size] = max(plain[size], plain[before])
             drafted[size] = tuple(map(max, drafted[size], drafted[before]))
         before = size
-    facts = find_facts(plan, weights, sizes, capacity)
-    return CostTable(plan.budgets, plain, drafted, facts, MEASURED, _chunk_seconds(plan, weights, capacity, clock), tuple(estimated))
+    for size in sorted(set(sizes) - set(chosen)):
+        plain[size] = float(np.interp(size, chosen, [plain[known] for known in chosen]))
+        columns = zip(*(drafted[known] for known in chosen), strict=True)
+        drafted[size] = tuple(float(np.interp(size, chosen, column)) for column in columns)
+        estimated.append(size)
+    facts, chunk = find_facts(plan, weights, sizes, capacity), _chunk_seconds(plan, weights, capacity, clock)
+    return CostTable(plan.budgets, plain, drafted, facts, MEASURED, chunk, tuple(sorted(estimated)), max(errors))
+
+
+def measured_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The smallest and the largest, and of those between as few as leave no gap of more than `GAP` times."""
+    ordered = sorted(set(sizes))
+    found = [ordered[-1]]
+    while found[-1] > ordered[0]:
+        smaller = [size for size in ordered if size < found[-1]]
+        found.append(next((size for size in smaller if size * GAP >= found[-1]), smaller[-1]))
+    return tuple(reversed(found))
 
 
 def _measure_size(plan: Plan, weights: Weights, filled: DecodeState, size: int, seconds: float, clock):
-    """Seconds of a plain round and of every budget's, and the time that went into compiling."""
+    """Seconds of a plain round and of every budget's, the relative standard error of the worst of them, and the seconds it all took."""
     order = jnp.arange(size, dtype=jnp.int32) % filled.length.shape[0]
     active = jnp.ones((size,), bool)
     space = int(filled.tokens.shape[1] - np.max(np.asarray(filled.length)))
-    most = max(2, min(16, space // plan.width))
-    begin = clock()
-    _timed(plan, weights, even_policy(plan), slots.rearrange(plan, filled, order), active, 1, clock)
-    compiling = clock() - begin
     kinds = [PLAIN, *range(len(plan.budgets))] if plan.drafter is not None and plan.budgets[0] == 0 else [*range(len(plan.budgets))]
-    found = {}
-    for number, kind in enumerate(kinds):
-        state, once = _timed(plan, weights, _forced(plan, kind), slots.rearrange(plan, filled, order), active, 1, clock)
-        share = seconds / len(kinds) / 2
-        rounds = int(max(1, min(most - 1, share / max(once, 1e-9))))
-        _, found[kind] = _timed(plan, weights, _forced(plan, kind), state, active, rounds, clock)
-        if number == 0 and PLAIN not in kinds:
-            found[PLAIN] = found[kind]
-    drafted = np.maximum.accumulate([found[index] for index in range(len(plan.budgets))])
-    return min(found[PLAIN], float(drafted[0])), tuple(float(cost) for cost in drafted), compiling
+
+    def timed(kind: int) -> float:
+        # Plain rounds cost what they leave the drafter to digest, too, which is due once in so many rounds.
+        rounds = max(1, min(deferral.ROWS if kind == PLAIN else 2, space // plan.width - 1))
+        state, _ = _timed(plan, weights, _forced(plan, kind), slots.rearrange(plan, filled, order), active, 1, clock)
+        return _timed(plan, weights, _forced(plan, kind), state, active, rounds, clock)[1]
+
+    _timed(plan, weights, even_policy(plan), slots.rearrange(plan, filled, order), active, 1, clock)  # compiles
+    begin = clock()
+    found: dict[int, list[float]] = {kind: [] for kind in kinds}
+    error = math.inf
+    for turn in range(1, MOST_TURNS + 1):
+        for kind in kinds:
+            found[kind].append(timed(kind))
+        spent = clock() - begin
+        if turn >= LEAST_TURNS:
+            error = max(_error(own) for own in found.values())
+        if (error <= PRECISION) or (turn >= 2 and spent * (turn + 1) / turn > seconds):
+            break
+    medians = {kind: statistics.median(own) for kind, own in found.items()}
+    drafted = np.maximum.accumulate([medians[index] for index in range(len(plan.budgets))])
+    error = max(_error(own) for own in found.values())
+    return min(medians[kinds[0]], float(drafted[0])), tuple(float(cost) for cost in drafted), error, clock() - begin
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of a median, relative to it, with the spread taken from the median absolute deviation."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * spread / math.sqrt(len(values)) / max(middle, 1e-9)
 
 
 def _chunk_seconds(plan: Plan, weights: Weights, capacity: int, clock) -> float:
@@ -278,12 +318,14 @@ def _timed(plan, weights, policy, state, active, rounds: int, clock):
 
 
 def _filled(plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], capacity: int) -> DecodeState:
-    """A few slots with prompts read in."""
+    """A few slots with prompts read in, again and again until there is as much text as slots of this capacity see in use: attention to a
+    longer prefix costs more, most of all for the many rows of drafts."""
     room = max(capacity - 8 * plan.width, 2)
+    context = min(max(3 * capacity // 8, 2), LONGEST_CONTEXT, room)
     if not prompts:
         random = np.random.default_rng(0)
-        prompts = random.integers(0, plan.target.vocab_size, (2, min(CONTEXT, room))).tolist()
-    prompts = [list(prompt)[:room] for prompt in prompts[:4]]
+        prompts = random.integers(0, plan.target.vocab_size, (2, context)).tolist()
+    prompts = [(list(prompt) * (1 + context // max(len(prompt), 1)))[:context] for prompt in prompts[:4]]
     dtype = weights.target.embed.dtype
     state = slots.create(plan, dtype, len(prompts), capacity)
     for slot, prompt in enumerate(prompts):

@@ -1,6 +1,7 @@
 """Load and its simulation on a toy: every way is run and counted, and a replay of what was recorded predicts what the engine does."""
 
 import dataclasses
+import itertools
 import json
 import time
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from angelspec_jax.decoding.costs import CostTable, load, save, table
+from angelspec_jax.decoding.costs import CostTable, load, measure_table, measured_sizes, save, table
 from angelspec_jax.decoding.engine import Engine, Settings
 from angelspec_jax.decoding.router import Router
 from angelspec_jax.drafter.loading import load_drafter
@@ -230,6 +231,23 @@ def test_tables_are_measured_once_and_refused_elsewhere(toy_target, toy_drafter,
     with pytest.raises(ValueError, match="is not a cost table"):
         load(file)
     assert load(save(tmp_path / "deep" / "t.json", found)) == found
+    assert 0 <= found.error < 1 and found.estimated == ()
     with pytest.raises(ValueError, match="the cost table is for budgets"):
         Engine(toy_target, toy_drafter, SETTINGS, costs=found)
     assert jnp.all(policy.costs > 0)
+
+
+def test_few_numbers_of_slots_are_measured_and_the_rest_lie_between(toy_target, toy_drafter):
+    every = (1, 2, 4, 8, 16, 32, 64)
+    for sizes, chosen in ((every, (1, 8, 64)), (every[:4], (1, 8)), ((1, 2, 4, 8, 12), (1, 2, 12)), ((4, 100), (4, 100))):
+        assert measured_sizes(sizes) == chosen
+    with Engine(toy_target, toy_drafter, SETTINGS, budgets=(0, 3)) as engine:
+        plan, weights = engine.plan, engine.weights
+    ticks = itertools.count()
+    found = measure_table(plan, weights, (1, 2, 4), 96, seconds=1e9, clock=lambda: float(next(ticks)))  # every measurement takes a tick
+    assert found.estimated == (2,) and found.error == 0.0
+    for before, after in itertools.pairwise(found.sizes):
+        assert found.plain[before] <= found.plain[after]
+    assert found.plain[2] == pytest.approx(found.plain[1] + (found.plain[4] - found.plain[1]) / 3)
+    assert found.drafted[2] == pytest.approx(tuple(a + (b - a) / 3 for a, b in zip(found.drafted[1], found.drafted[4], strict=True)))
+    assert list(found.drafted[4]) == sorted(found.drafted[4])
