@@ -113,7 +113,7 @@ def bench_load(
     ] = None,
     confidence: Annotated[list[str] | None, typer.Option(help="drafter or margin. May be repeated.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of every window.")] = 20.0,
-    warm: Annotated[float, typer.Option(min=0.0, help="Seconds before a window, in which slots fill.")] = 2.0,
+    warm: Annotated[float, typer.Option(min=0.0, help="Seconds before a window, once every client is being answered.")] = 2.0,
     repeats: Annotated[int, typer.Option(min=1, help="Windows of each way at each load, in turns.")] = 1,
     limit: opt.Limit = 12,
     max_new_tokens: opt.NewTokens = 128,

@@ -1,9 +1,10 @@
 """The engine under load: closed loops of clients and Poisson arrivals, over mixed prompts, several ways of decoding in turns.
 
 *Closed loop*: a fixed number of clients, each of which asks again as soon as it has its answer. Rates count what was emitted inside a
-window that begins when the slots are filled, so neither the start nor the end of a run is part of them. *Poisson*: requests come at a rate,
-whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load. *Routed*
-is a way with one engine that holds all drafters and a router that picks one for each prompt; picking is part of what is timed.
+window that begins when every client is being answered, so neither the start nor the end of a run is part of them; the clients' first
+answers are of different lengths, so that they do not all end, and their successors are not all read in, at once. *Poisson*: requests come
+at a rate, whether or not the engine keeps up. Every way gets the same prompts in the same order, and the ways take turns within each load.
+*Routed* is a way with one engine that holds all drafters and a router that picks one for each prompt; picking is part of what is timed.
 
 Every window is kept in the run's file as it ends, so a run that was stopped goes on where it was, and loads, ways and repeats can be added.
 """
@@ -54,7 +55,7 @@ class Options:
     concurrency: tuple[int, ...] = CONCURRENCY
     rates: tuple[float, ...] = ()  # requests per second of Poisson arrivals
     seconds: float = 20.0  # of every window
-    warm: float = 2.0  # seconds before a window, in which the slots fill
+    warm: float = 2.0  # seconds before a window; a closed loop's begin when every client is being answered
     repeats: int = 1  # windows of each way at each load
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -198,10 +199,10 @@ def run(
             engine = engines[way.drafter]
             if way.drafter is not None:
                 engine.choose_policy(way.budget, way.confidence, way.bonus)
-            result, rounds = _window(engine, way, kind, level, mixed, options)
+            result, rounds, said = _window(engine, way, kind, level, mixed, options)
             found.results.append(result)
             if way.drafter is not None and way.budget == "off":
-                found.traces[way.drafter] = _joined(found.traces.get(way.drafter), trace(rounds, length, options.max_new_tokens))
+                found.traces[way.drafter] = _joined(found.traces.get(way.drafter), trace(rounds, length, said))
             if file is not None:
                 files.write_json(file, found.to_dict())
             if note is not None:
@@ -287,7 +288,9 @@ def _described(drafter: Drafter) -> str:
 def _joined(before: Trace | None, new: Trace) -> Trace:
     if before is None:
         return new
-    return dataclasses.replace(new, survival=before.survival + new.survival, accepted=before.accepted + new.accepted)
+    old, more = len(before.accepted), len(new.accepted)
+    said = (old * before.answer_tokens + more * new.answer_tokens) / max(old + more, 1)
+    return Trace(before.survival + new.survival, before.accepted + new.accepted, new.prompt_tokens, said)
 
 
 def trace(rounds: Sequence[Round], prompt_tokens: float, answer_tokens: float) -> Trace:
@@ -329,18 +332,20 @@ def _mixed(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], options
     return [kept[i] for i in order]
 
 
-def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: Options) -> tuple[Result, list[Round]]:
+def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: Options) -> tuple[Result, list[Round], float]:
+    """One window: what it gave, its rounds, and the mean tokens of an answer."""
     watch, stop = Watch(), threading.Event()
     answers: list[tuple[float, float, int]] = []  # (rate, seconds to the first token, tokens) of answers that came in the window
-    refused = [0]
+    refused, begun = [0], [False] * int(level)  # begun: clients whose first answer has begun
     engine.watch = watch
     numbers = itertools.count()
 
-    def ask(index: int):
+    def ask(index: int, share: float = 1.0):
         ids, words = mixed[index % len(mixed)]
         own: dict[str, Any] = {} if engine.router is None else {"drafter": engine.router.choose(words)}
         seed = options.seed + index
-        return engine.submit(ids, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=seed, **own)
+        length = max(round(share * options.max_new_tokens), 1)
+        return engine.submit(ids, max_new_tokens=length, temperature=options.temperature, seed=seed, **own)
 
     def note(stream) -> None:
         times = stream.times
@@ -348,9 +353,14 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
             said = len(stream.result(0).tokens)
             answers.append((said / (times.ended - times.submitted), times.first - times.submitted, said))
 
-    def client() -> None:
+    def client(mine: int) -> None:
+        share = (mine + 1) / level
         while not stop.is_set():
-            stream = ask(next(numbers))
+            whole, stream = share == 1.0, ask(next(numbers), share)
+            if not begun[mine]:
+                next(stream, None)
+                begun[mine] = True
+            share = 1.0
             while not stop.is_set():
                 try:
                     stream.result(0.2)
@@ -359,7 +369,7 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
                     continue
             if stop.is_set():
                 stream.cancel()
-            else:
+            elif whole:
                 note(stream)
 
     def arrivals() -> None:
@@ -377,10 +387,16 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
         for stream in waiting:
             stream.cancel()
 
-    makers = [threading.Thread(target=client) for _ in range(int(level))] if kind == "closed" else [threading.Thread(target=arrivals)]
+    if kind == "closed":
+        makers = [threading.Thread(target=client, args=(mine,)) for mine in range(int(level))]
+    else:
+        makers = [threading.Thread(target=arrivals)]
     for maker in makers:
         maker.start()
     try:
+        begin = time.monotonic()
+        while kind == "closed" and not all(begun) and time.monotonic() - begin < WAIT:
+            time.sleep(0.01)
         time.sleep(options.warm)
         watch.open, begin = True, time.monotonic()
         time.sleep(options.seconds)
@@ -396,7 +412,8 @@ def _window(engine: Engine, way: Way, kind: str, level: float, mixed, options: O
         time.sleep(0.02)
     engine.watch = None
     rounds = [round for _, round in watch.rounds]
-    return _summary(way, kind, level, seconds, begin, watch.rounds, answers, refused[0]), rounds
+    said = statistics.fmean(tokens for _, _, tokens in answers) if answers else float(options.max_new_tokens)
+    return _summary(way, kind, level, seconds, begin, watch.rounds, answers, refused[0]), rounds, said
 
 
 def _summary(way: Way, kind: str, level: float, seconds: float, begin: float, timed, answers, refused: int) -> Result:
