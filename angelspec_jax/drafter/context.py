@@ -53,13 +53,19 @@ def conditions(params: Context, config: DrafterConfig, features: Float[Array, "*
     eps, layers = config.transformer.rms_norm_eps, config.transformer.num_layers
     if params.fusion_gate is not None:
         return (rms_norm(_gated_sum(params, config, features), params.norm, eps),) * layers
-    base = None if params.fc is None else jnp.einsum("...td,tde->...e", features, params.fc)
+    base = None if params.fc is None else _projected(params.fc, features)
     if params.fusion is None:
         assert base is not None, "a context has a projection, fusion weights or both"
         return (rms_norm(base, params.norm, eps),) * layers
     weights = jax.nn.softmax(params.fusion, axis=-1).astype(features.dtype)
     mixtures = jnp.einsum("...td,lt->l...d", features, weights)
     return tuple(rms_norm(mix if base is None else base + mix, params.norm, eps) for mix in mixtures)
+
+
+def _projected(fc: Float[Array, "T D D"], features: Float[Array, "*N T D"]) -> Float[Array, "*N D"]:
+    """All taps side by side times one matrix: contracted over two axes, XLA:CPU would turn the weights round in memory at every call."""
+    taps, width = features.shape[-2:]
+    return jnp.einsum("...c,ce->...e", features.reshape(*features.shape[:-2], taps * width), fc.reshape(taps * width, -1))
 
 
 def context_kv(
