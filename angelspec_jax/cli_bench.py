@@ -159,6 +159,8 @@ def bench_load(
     try:
         kept = load.run(model, helpers, questions, ways, options, router=router, file=output, note=note)
     except KeyboardInterrupt:
+        if kept is None and output is not None and output.exists():
+            kept = load.read(output)  # of an earlier run
         if kept is None:
             raise
         go_on = "" if output is None else f"; the same command goes on from {output}"

@@ -77,7 +77,7 @@ def test_a_tree_keeps_parents_and_moves_them_to_the_front():
     packed, count = dcut.compact(draft, found.keep)
     assert int(count[0]) == 2
     assert packed.tokens[0, :2].tolist() == [20, 21]
-    assert packed.parents[0, :2].tolist() == [-1, 0]
+    assert packed.parents is not None and packed.parents[0, :2].tolist() == [-1, 0]
     assert np.asarray(dcut.depths(draft)).tolist() == [[0, 0, 1, 2]]
 
 
