@@ -95,7 +95,9 @@ def route(moe: MoE, config: MoEConfig, x: Float[Array, "N D"]) -> tuple[Int[Arra
     scores = jax.nn.sigmoid(scores) if config.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
     ranked = scores if moe.selection_bias is None else scores + moe.selection_bias[None]
     _, chosen = jax.lax.top_k(ranked, config.experts_per_token)
-    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    # Picked by comparing: a TPU fetches single numbers one after the other.
+    own = chosen[..., None] == jnp.arange(scores.shape[-1], dtype=chosen.dtype)[None, None]
+    weights = jnp.sum(jnp.where(own, scores[:, None], 0.0), axis=-1)
     if config.normalize:
         # Sigmoid scores may all underflow.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -114,7 +116,7 @@ def experts(
     held = (own >= 0) & (own < count)
     own = jnp.where(held, own, count)  # sorted behind every group
     order = jnp.argsort(own, stable=True)
-    sizes = jnp.bincount(own, length=count).astype(jnp.int32)
+    sizes = jnp.sum(own[:, None] == jnp.arange(count, dtype=own.dtype)[None], axis=0, dtype=jnp.int32)
     rows, expert = x[order // chosen.shape[1]], own[order]
     fused = _grouped(rows, moe.gate_up, sizes, expert)
     active = jax.nn.silu(fused[:, :hidden]) * fused[:, hidden:]
