@@ -138,7 +138,7 @@ ORIGINS = {
     "hbm_limit": "public figure of the chip",
     "temporary_bytes": "compiler, memory analysis",
     "vmem_bytes": "compiler: the most that any one Pallas kernel takes",
-    "flops": "compiler, cost analysis; layers multiplied, other loops counted once, of branches the dearest",
+    "flops": "compiler, cost analysis; layers multiplied, other loops (parts of a batch too) counted once, of branches the dearest",
     "bytes_accessed": "compiler, cost analysis; as flops, reads and writes of on-chip memory included",
     "estimated_seconds": "compiler's own estimate without collectives; layers multiplied, other loops counted once; experts, whose grouped "
     "products it has no estimate for, with one reading at the chip's bandwidth (public figure)",
@@ -401,9 +401,10 @@ def compile_train(shape: TrainShape, models: Models, topology: str, mesh: Mesh, 
     batch = _placed(batch, mesh, lambda x: ("batch", *[None] * (x.ndim - 1)))
     program = functools.partial(train.lower, state, frozen, batch, 0)
     rows = functools.partial(_train_rows, shape.length)
-    passed = functools.partial(_row_pass, models, mesh, shape.batch_size, 1, rows)
+    once = shape.batch_size // settings.accumulate  # the loop over the parts of a batch counts once, so its layers do
+    passed = functools.partial(_row_pass, models, mesh, once, 1, rows)
     if meshes.sequence_parts(mesh) > 1:
-        passed = functools.partial(_whole_pass, models, mesh, *tokens)
+        passed = functools.partial(_whole_pass, models, mesh, once, shape.length)
     layers = functools.partial(_layer_cost, models, passed)
     read, experts = local_bytes((state, frozen)), expert_bytes(weights.target)
     return _report("training step", topology, mesh, models, program, layers, progress or Progress(), read, experts)

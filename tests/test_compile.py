@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,19 @@ def test_the_long_text_recipe_is_the_one_that_is_compiled():
         assert getattr(shape.settings, name) == getattr(recipe.train, name), name
     assert shape.settings.stages[0].objective == recipe.train.stages[0].objective
     assert (shape.mesh.fsdp, shape.mesh.sequence) == (recipe.mesh.fsdp, recipe.mesh.sequence)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
+def test_layers_are_those_of_one_part_of_a_batch(monkeypatch):
+    """The compiler counts the loop over the parts once, and so does what is added for the layers it does not see."""
+    seen, compiled = [], SimpleNamespace(compile=lambda: SimpleNamespace(cost_analysis=dict))
+    monkeypatch.setattr(compiling, "_report", lambda *arguments: arguments)
+    monkeypatch.setattr(compiling, "_whole_pass", lambda models, mesh, *shape: seen.append(shape[:2]) or compiled)
+    config = compiling.load("targets/qwen3_4b_2507_mtp_128k", [])
+    mesh = meshes.make_mesh(1, 1, 1, jax.devices()[:4], 4)
+    layers = compiling.compile_train(config.train, compiling.describe(config, None), "v5p:2x2x1", mesh)[5]
+    layers()
+    assert seen == [(1, 131072)] * 2  # one layer and two, one of eight sequences
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (virtual) devices")
