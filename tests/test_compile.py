@@ -257,7 +257,8 @@ def test_no_expert_is_copied_on_its_way_to_a_product(topology):
 
     with jax.set_mesh(mesh):
         memory = jax.jit(run).lower(x, weights).compile().memory_analysis()
-    assert memory is not None and memory.temp_size_in_bytes < 32 * 2**20  # 16 experts of one layer take 144
+    smallest = config.num_experts * config.intermediate_size * model.hidden_size * 2  # `down` of one layer's experts, 48 MiB
+    assert memory is not None and memory.temp_size_in_bytes < smallest
 
 
 @pytest.mark.tpu_aot
