@@ -174,8 +174,8 @@ def compare(
 
 def _ways(drafter: Drafter, options: Options) -> dict[str, int | None]:
     """Every way of using a drafter, with the nodes of its trees (None: chains)."""
-    found: dict[str, int | None] = {FIXED: None} | ({DCUT: None} if options.adaptive else {})
-    return found | ({f"trees of {nodes}": nodes for nodes in options.trees} if growable(drafter.config) else {})
+    chains: dict[str, int | None] = dict.fromkeys((FIXED, DCUT) if options.adaptive else (FIXED,))
+    return chains | ({f"trees of {nodes}": nodes for nodes in options.trees} if growable(drafter.config) else {})
 
 
 def read(file: str | Path) -> Comparison:
