@@ -248,7 +248,8 @@ def test_no_expert_is_copied_on_its_way_to_a_product(topology):
     config = dataclasses.replace(model.moe, num_experts=16)
     specs = params.stack(moe.moe_specs(config, model.hidden_size), 4)
     weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs))
-    x = jax.ShapeDtypeStruct((256, model.hidden_size), jnp.bfloat16, sharding=meshes.replicated(mesh))
+    # Few rows: a v5p keeps float32 products of all rows in HBM, which would hide a copy.
+    x = jax.ShapeDtypeStruct((64, model.hidden_size), jnp.bfloat16, sharding=meshes.replicated(mesh))
 
     def run(x, weights):
         sliced, complete = moe.aside(Layer(*[None] * 6, moe=weights))
@@ -257,8 +258,7 @@ def test_no_expert_is_copied_on_its_way_to_a_product(topology):
 
     with jax.set_mesh(mesh):
         memory = jax.jit(run).lower(x, weights).compile().memory_analysis()
-    smallest = config.num_experts * config.intermediate_size * model.hidden_size * 2  # `down` of one layer's experts, 48 MiB
-    assert memory is not None and memory.temp_size_in_bytes < smallest
+    assert memory is not None and memory.temp_size_in_bytes < 32 * 2**20  # 16 experts of one layer take 144
 
 
 @pytest.mark.tpu_aot

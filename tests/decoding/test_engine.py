@@ -21,7 +21,7 @@ pytest_plugins = ["toy_model"]
 
 SETTINGS = Settings(slots=4, capacity=96, queue=8, prefill_chunk=8, shortest_prefix=4)
 TABLE = CostTable((0, 3), {1: 1.0}, {1: (1.1, 1.3)}, {})
-WAIT = 300  # seconds that nothing takes
+WAIT = 120  # seconds that nothing takes
 
 
 @pytest.fixture(scope="module")
