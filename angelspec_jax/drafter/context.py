@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.params import Param
+from angelspec_jax.target import narrow
 from angelspec_jax.target.layers import Layer, Rotation, project_kv, rms_norm, rotate_and_norm
 
 
@@ -65,7 +66,7 @@ def conditions(params: Context, config: DrafterConfig, features: Float[Array, "*
 def _projected(fc: Float[Array, "T D D"], features: Float[Array, "*N T D"]) -> Float[Array, "*N D"]:
     """All taps side by side times one matrix: contracted over two axes, XLA:CPU would turn the weights round in memory at every call."""
     taps, width = features.shape[-2:]
-    return jnp.einsum("...c,ce->...e", features.reshape(*features.shape[:-2], taps * width), fc.reshape(taps * width, -1))
+    return narrow.einsum("...c,ce->...e", features.reshape(*features.shape[:-2], taps * width), fc.reshape(taps * width, -1))
 
 
 def context_kv(
@@ -74,7 +75,7 @@ def context_kv(
     """Keys and values of context rows for draft layer `index`; the keys carry the layer's key norm and rotation."""
     if params.kv is None:
         return project_kv(layer, config.transformer, context, turned)
-    fused = jnp.einsum("...d,dgce->...gce", context, params.kv[index])
+    fused = narrow.einsum("...d,dgce->...gce", context, params.kv[index])
     return rotate_and_norm(fused[..., 0, :], layer.k_norm, config.transformer, turned), fused[..., 1, :]
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from angelspec_jax.drafter import autoregressive
 from angelspec_jax.drafter.autoregressive import Cell
 from angelspec_jax.params import Param
+from angelspec_jax.target import narrow
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.layers import Layer, layer_specs, rms_norm
 
@@ -115,7 +116,7 @@ def _condition(
     if params.fc_norm is not None:
         eps = config.transformer.rms_norm_eps
         features = jnp.stack([rms_norm(features[..., t, :], norm, eps) for t, norm in enumerate(params.fc_norm)], axis=-2)
-    return features.reshape(*features.shape[:-2], -1) @ params.fc
+    return narrow.einsum("...c,ce->...e", features.reshape(*features.shape[:-2], -1), params.fc)
 
 
 def _read(

@@ -20,6 +20,7 @@ from angelspec_jax.drafter import correction, markov
 from angelspec_jax.drafter.config import MARKOV_HEADS, DrafterConfig
 from angelspec_jax.drafter.drawing import draw, shortlist, top_margin
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, OneHot, Shared, Sparse
+from angelspec_jax.target import narrow
 
 Judge = Callable[[Any, Array, Array, Array], Array]  # (draft index, hidden [R D], previous [R], own probability [R]) -> confidence [R]
 
@@ -162,7 +163,7 @@ def _own(draft, hidden, previous, own):
 
 
 def _project(head, rows, head_rows):
-    return jnp.einsum("...d,vd->...v", rows, head_rows.astype(rows.dtype), preferred_element_type=jnp.float32)
+    return narrow.einsum("...d,vd->...v", rows, head_rows.astype(rows.dtype), jnp.float32)
 
 
 def _stateless(head, shape):

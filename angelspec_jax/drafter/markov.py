@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.types import Shared
 from angelspec_jax.params import Param
+from angelspec_jax.target import narrow
 
 
 @struct.dataclass
@@ -109,8 +110,8 @@ def rows(
 def logits(head: Markov, rows: dict[str, Array], head_rows: Float[Array, "V' D"]) -> Float[Array, "*N V'"]:
     """Corrected logits of such rows."""
     hidden, found = rows["hidden"], rows["latent"]
-    base = jnp.einsum("...d,vd->...v", hidden, head_rows.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return base + jnp.einsum("...r,vr->...v", found, head.w2.astype(found.dtype), preferred_element_type=jnp.float32)
+    base = narrow.einsum("...d,vd->...v", hidden, head_rows.astype(hidden.dtype), jnp.float32)
+    return base + narrow.einsum("...r,vr->...v", found, head.w2.astype(found.dtype), jnp.float32)
 
 
 def _like(bias: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from angelspec_jax.drafter import autoregressive
 from angelspec_jax.drafter.autoregressive import Cell
 from angelspec_jax.params import Param
+from angelspec_jax.target import narrow
 from angelspec_jax.target.config import MoEConfig, TransformerConfig
 from angelspec_jax.target.layers import Layer, layer_specs, rms_norm
 
@@ -106,7 +107,7 @@ def _read(params: MTP, config: MTPConfig, embedded: Float[Array, "*N D"], hidden
     eps = config.transformer.rms_norm_eps
     embedded = jnp.where((positions == 0)[..., None], jnp.zeros((), embedded.dtype), embedded)
     both = [rms_norm(embedded, params.embed_norm, eps), rms_norm(hidden, params.hidden_norm, eps)]
-    z = jnp.concatenate(both, axis=-1) @ params.projection
+    z = narrow.einsum("...c,cd->...d", jnp.concatenate(both, axis=-1), params.projection)
     return z, rms_norm(z, params.layer.input_norm, eps)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from angelspec_jax.params import Param
+from angelspec_jax.target import narrow
 
 LARGEST = 127
 AT_ONCE = 1 << 22  # weights that are held in float32 at a time while they are rounded
@@ -73,9 +74,9 @@ def round_to(weights: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np
 
 
 def product(equation: str, x: jax.Array, weight: Weight, preferred_element_type=None) -> jax.Array:
-    """`jnp.einsum(equation, x, weight)`, whose output ends in the weight's output axes; in x's type unless another is preferred."""
+    """`narrow.einsum(equation, x, weight)`, whose output ends in the weight's output axes; in x's type unless another is preferred."""
     if not isinstance(weight, Int8):
-        return jnp.einsum(equation, x, weight, preferred_element_type=preferred_element_type)
+        return narrow.einsum(equation, x, weight, preferred_element_type)
     out = jnp.einsum(equation, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
     channels = weight.scale.reshape([size for size, is_input in zip(weight.scale.shape, _inputs(equation), strict=True) if not is_input])
     channels = channels.reshape((1,) * (out.ndim - channels.ndim) + channels.shape)

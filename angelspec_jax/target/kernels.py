@@ -151,10 +151,20 @@ def anchor_attention(q, k_context, v_context, k_block, v_block, anchors, keep, d
             arrays = arrays | {name: gather(arrays[name]) for name in ("k_context", "v_context")}
         inputs = tuple(arrays.get(name) for name in names)
         options = {"causal": causal, "scale": scale}
-        kernel = functools.partial(anchor_attention_kernel, **options)
-        return jax.lax.platform_dependent(*inputs, tpu=kernel, default=functools.partial(reference.anchor_attention, **options))
+        kernel, twin = (functools.partial(call, **options) for call in (anchor_attention_kernel, reference.anchor_attention))
+        return jax.lax.platform_dependent(*inputs, tpu=kernel, cpu=functools.partial(_in_turn, twin), default=twin)
 
     return _mapped(run, arrays, specs, specs["q"])
+
+
+def _in_turn(attention, *inputs):
+    """One sequence after another, computed again for its gradient: the scores of one stay in a processor's cache, those of all do not."""
+
+    @jax.checkpoint
+    def one(arrays):
+        return attention(*(None if array is None else array[None] for array in arrays))[0]
+
+    return jax.lax.map(one, inputs)
 
 
 def _mesh() -> AbstractMesh | None:

@@ -19,6 +19,7 @@ from angelspec_jax.data.features import target_features
 from angelspec_jax.drafter import block, registry
 from angelspec_jax.drafter.config import DrafterConfig
 from angelspec_jax.drafter.registry import AnyDrafter, TrainableConfig
+from angelspec_jax.target import narrow
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import TargetParams
 from angelspec_jax.training import dealing, opd, ttt
@@ -249,7 +250,7 @@ def _slot_head(params, drafter, rows, values):
 
 
 def _head(hidden: Float[Array, "N D"], rows: Float[Array, "V' D"]) -> Float[Array, "N V'"]:
-    return jnp.einsum("nd,vd->nv", hidden, rows.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return narrow.einsum("...d,vd->...v", hidden, rows.astype(hidden.dtype), jnp.float32)
 
 
 def _places(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:

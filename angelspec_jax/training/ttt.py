@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from angelspec_jax.drafter.autoregressive import Cell
-from angelspec_jax.target import kernels
+from angelspec_jax.target import kernels, narrow
 from angelspec_jax.target.layers import decoder_layer, project_kv, rotation
 from angelspec_jax.target.whole import along_sequence
 from angelspec_jax.training import chunks, dealing
@@ -87,7 +87,7 @@ def greedy_tokens(
     grid = chunks.grid_of(scored.shape[0], scored.shape[1], 1, chunk)
 
     def best(carry, rows):
-        logits = jnp.einsum("bad,vd->bav", rows, head.astype(rows.dtype), preferred_element_type=jnp.float32)
+        logits = narrow.einsum("...d,vd->...v", rows, head.astype(rows.dtype), jnp.float32)
         return carry, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     found = chunks.join(chunks.scan(best, None, chunks.split(scored, grid))[1], grid)
