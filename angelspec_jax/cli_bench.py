@@ -56,6 +56,10 @@ def bench_drafters(
         list[int] | None, typer.Option(min=1, max=63, help="Also with draft trees of so many nodes. May be given several times.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each text; the fastest counts.")] = 1,
+    timed: Annotated[
+        int | None, typer.Option(min=0, help="Only so many prompts of a domain are timed; the others are decoded in batches for their tau.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of such a batch.")] = 8,
     max_new_tokens: opt.NewTokens = 256,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
@@ -80,7 +84,7 @@ def bench_drafters(
 
     options = comparison.Options(
         tuple(dict.fromkeys(temperature or (0.0, 1.0))), seeds, seed, max_new_tokens, top_k, top_p, min_p, repeats, adaptive,
-        tuple(dict.fromkeys(tree or ())), capacity,
+        tuple(dict.fromkeys(tree or ())), capacity, timed, batch,
     )  # fmt: skip
     model, helpers = load_several(target, drafter, dtype, switches, allow_template_mismatch, quantize)
     with show.progress_bar(console, "every drafter on every prompt") as progress:

@@ -1,8 +1,10 @@
 """Several drafters over one target on the same prompts: tau, acceptance by position, what a draft costs, and speed.
 
 The result is a list of cells: a drafter, a way of using it (all its drafts, D-cut, or trees of some size), a domain and a temperature.
-Every cell decodes each prompt plainly too, in turns, so its speed-up is of one run. A finished cell is kept in the JSON file, so a
-comparison that was stopped goes on where it was, and drafters, ways, domains and temperatures can be added to it.
+Every timed prompt is decoded plainly too, in turns, so a speed-up is of one run. Where only some are timed, the others are decoded in
+batches, which takes a fraction of the time and says as much about tau; plain decoding then writes their texts once for all drafters. A
+finished cell is kept in the JSON file, so a comparison that was stopped goes on where it was, and drafters, ways, domains and temperatures
+can be added to it.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from jaxtyping import Float
 
 from angelspec_jax import text
 from angelspec_jax.decoding.dcut import Policy
+from angelspec_jax.decoding.sampling import make_sampling
 from angelspec_jax.decoding.tree import growable
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import measure, report, step_costs, tau
@@ -47,12 +50,16 @@ class Options:
     adaptive: bool = False  # also with D-cut
     trees: tuple[int, ...] = ()  # also with trees of so many nodes, where the drafter grows trees
     capacity: int | None = None
+    timed: int | None = None  # prompts a domain that are timed, one text each; None times every text of all, 0 none
+    batch: int = 8  # prompts decoded together where that is not timed
 
     def __post_init__(self):
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures must be one or several numbers from 0 on, got {self.temperatures}")
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.timed is not None and self.timed < 0:
+            raise ValueError(f"timed must be a number of prompts from 0 on, got {self.timed}")
 
     def texts(self, temperature: float) -> int:
         """Texts of each prompt."""
@@ -69,15 +76,16 @@ class Cell:
     temperature: float
     acceptance: Acceptance
     tau_interval: Interval
-    plain: float  # tokens per second of decoding, after the prompt was read
-    speculative: float
-    speedup: float
-    speedup_interval: Interval
+    plain: float | None  # tokens per second of decoding, after the prompt was read; None where nothing was timed, as the next three
+    speculative: float | None
+    speedup: float | None
+    speedup_interval: Interval | None
     draft_seconds: float | None  # of a draft to full depth with what it digests of the round before; None for trees
     agreement: Agreement
     policy: dict[str, Any] | None  # D-cut's costs
     left_out: int
     records: list[dict[str, Any]]  # one a prompt and seed
+    timings: list[dict[str, Any]]  # the timed ones, with their seconds
 
     @property
     def key(self) -> tuple[str, str, str, float]:
@@ -95,7 +103,8 @@ class Cell:
         counted: dict[str, Any] = {field.name: values["acceptance"][field.name] for field in dataclasses.fields(Acceptance)}
         counted = {name: tuple(value) if isinstance(value, list) else value for name, value in counted.items()}
         parts: dict[str, Any] = {"acceptance": Acceptance(**counted), "agreement": Agreement(**values["agreement"])}
-        parts |= {name: Interval(**values[name]) for name in ("tau_interval", "speedup_interval")}
+        intervals = {name: values[name] for name in ("tau_interval", "speedup_interval")}
+        parts |= {name: None if found is None else Interval(**found) for name, found in intervals.items()}
         return cls(**{**values, **parts})
 
 
@@ -141,35 +150,95 @@ def compare(
     pairs = itertools.product(prompts, options.temperatures, drafters)
     keys = [(name, way, domain, temperature) for domain, temperature, name in pairs for way in ways[name]]
     left = [key for key in keys if key not in done]
-    total = sum(len(prompts[domain]) * options.texts(temperature) for *_, domain, temperature in left)
-    drafting = {cell.drafter: cell.draft_seconds for cell in found.cells if cell.draft_seconds is not None}
-    policies: dict[str, Policy] = {}
-    cells, passed = list(found.cells), 0
-    for name, way, domain, temperature in left:
-        drafter, capacity = drafters[name], found.facts["options"]["capacity"]
-        nodes = ways[name][way]
-        if name not in drafting and nodes is None:
-            context = min(CONTEXT, capacity // 2)
-            drafting[name] = step_costs.time_draft(drafter, target, 1, context, capacity, DRAFT_REPEATS)
-        if way == DCUT and name not in policies:
-            policies[name] = text.measure_policy(target, drafter, capacity=capacity)
-        runs = []
-        for number in range(options.texts(temperature)):
-            settings = measure.Options(
-                options.max_new_tokens, temperature, options.top_k, options.top_p, options.min_p,
-                seed=options.seed + number * len(prompts[domain]), capacity=capacity, repeats=options.repeats, adaptive=way == DCUT,
-                tree=nodes,
-            )  # fmt: skip
-            report_on = None if progress is None else _shifted(progress, passed, total)
-            own = {domain: prompts[domain]}
-            policy = policies[name] if way == DCUT else None
-            runs.append(measure.measure(target, drafter, own, settings, policy=policy, progress=report_on, **switches))
-            passed += len(prompts[domain])
-        cells.append(_cell((name, way, domain, temperature), runs, drafting[name] if nodes is None else None))
+    capacity = found.facts["options"]["capacity"]
+    bench = _Bench(target, drafters, prompts, dataclasses.replace(options, capacity=capacity), switches, progress)
+    bench.total = sum(bench.work(domain, temperature) for *_, domain, temperature in left)
+    bench.drafting = {cell.drafter: cell.draft_seconds for cell in found.cells if cell.draft_seconds is not None}
+    cells = list(found.cells)
+    for key in left:
+        cells.append(bench.cell(key, ways[key[0]][key[1]]))
         found = dataclasses.replace(found, cells=cells)
         if file is not None:
             report.write_json(file, found.to_dict())
     return found
+
+
+class _Bench:
+    """What the cells of one run share: plain texts, costs measured at its start, and the progress bar."""
+
+    def __init__(self, target: Target, drafters, prompts, options: Options, switches, progress: Progress | None):
+        self.target, self.drafters, self.prompts, self.options, self.switches = target, drafters, prompts, options, switches
+        self.drafting: dict[str, float] = {}
+        self.total, self._passed, self._progress = 0, 0, progress
+        self._policies: dict[tuple[str, int], Policy] = {}
+        self._plain: dict[tuple[str, float, int], list[tuple[list[int], list[int]]]] = {}
+
+    def work(self, domain: str, temperature: float) -> int:
+        """Texts that a cell decodes, for the progress bar."""
+        count = len(self.prompts[domain])
+        timed = 0 if self.options.timed is None else min(self.options.timed, count)
+        return count * self.options.texts(temperature) + timed
+
+    def cell(self, key: tuple[str, str, str, float], nodes: int | None) -> Cell:
+        name, *_, temperature = key
+        drafter, options = self.drafters[name], self.options
+        assert options.capacity is not None
+        if name not in self.drafting and nodes is None:
+            context = min(CONTEXT, options.capacity // 2)
+            self.drafting[name] = step_costs.time_draft(drafter, self.target, 1, context, options.capacity, DRAFT_REPEATS)
+        texts = range(options.texts(temperature))
+        if options.timed is None:
+            timed = runs = [self._timed(key, nodes, number, None) for number in texts]
+            agreements = [run.agreement for run in runs if run.agreement is not None]
+        else:
+            timed = [self._timed(key, nodes, 0, options.timed)] if options.timed else []
+            runs, agreements = zip(*(self._batched(key, nodes, number) for number in texts), strict=True)
+        return _cell(key, runs, timed, agreements, self.drafting[name] if nodes is None else None)
+
+    def _timed(self, key, nodes: int | None, number: int, limit: int | None) -> measure.Measurement:
+        name, way, domain, temperature = key
+        prompts = {domain: self.prompts[domain][:limit]}
+        options = self._settings(domain, temperature, number, way, nodes, 1)
+        report_on, policy = self._shifted(len(prompts[domain])), self._policy(name, way, 1)
+        return measure.measure(self.target, self.drafters[name], prompts, options, policy=policy, progress=report_on, **self.switches)
+
+    def _batched(self, key, nodes: int | None, number: int) -> tuple[measure.Measurement, Agreement]:
+        name, way, domain, temperature = key
+        group, options = self.prompts[domain], self._settings(domain, temperature, number, way, nodes, self.options.batch)
+        place = domain, temperature, number
+        if place not in self._plain:
+            self._plain[place] = measure.plain_texts(self.target, group, options, **self.switches)
+        report_on, policy = self._shifted(len(group)), self._policy(name, way, self.options.batch)
+        found = measure.measure(
+            self.target, self.drafters[name], {domain: group}, options, timed=False, policy=policy, progress=report_on, **self.switches
+        )
+        sampling = options.sampling()
+        compared = [
+            tau.compare(self.target, ids, plain, said, make_sampling(1, **sampling | {"seed": options.seed + index}))
+            for index, ((ids, plain), said) in enumerate(zip(self._plain[place], found.texts, strict=True))
+        ]
+        return found, tau.agreement(compared)
+
+    def _settings(self, domain: str, temperature: float, number: int, way: str, nodes: int | None, batch: int) -> measure.Options:
+        options = self.options
+        return measure.Options(
+            options.max_new_tokens, temperature, options.top_k, options.top_p, options.min_p,
+            seed=options.seed + number * len(self.prompts[domain]), capacity=options.capacity, repeats=options.repeats,
+            adaptive=way == DCUT, tree=nodes, batch=batch,
+        )  # fmt: skip
+
+    def _policy(self, name: str, way: str, requests: int) -> Policy | None:
+        if way != DCUT:
+            return None
+        if (name, requests) not in self._policies:
+            drafter, capacity = self.drafters[name], self.options.capacity
+            self._policies[name, requests] = text.measure_policy(self.target, drafter, requests=requests, capacity=capacity)
+        return self._policies[name, requests]
+
+    def _shifted(self, texts: int) -> Progress | None:
+        progress, passed, total = self._progress, self._passed, self.total
+        self._passed += texts
+        return None if progress is None else lambda done, _: progress(passed + done, total)
 
 
 def _ways(drafter: Drafter, options: Options) -> dict[str, int | None]:
@@ -192,7 +261,7 @@ def read(file: str | Path) -> Comparison:
 
 def lead(best: Cell, other: Cell) -> tuple[float, Interval]:
     """By how much the tau of `best` is above the other's on the same prompts, with the interval of that difference."""
-    columns = np.concatenate([_columns(best)[:2], _columns(other)[:2]])
+    columns = np.concatenate([_counts(best.records), _counts(other.records)])
 
     def difference(sums):
         return sums[0] / sums[1] - sums[2] / sums[3]
@@ -254,46 +323,54 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _shifted(progress: Progress, passed: int, total: int) -> Progress:
-    return lambda done, _: progress(passed + done, total)
-
-
-def _cell(key: tuple[str, str, str, float], runs: Sequence[measure.Measurement], draft_seconds: float | None) -> Cell:
+def _cell(
+    key: tuple[str, str, str, float],
+    runs: Sequence[measure.Measurement],
+    timed: Sequence[measure.Measurement],
+    agreements: Sequence[Agreement],
+    draft_seconds: float | None,
+) -> Cell:
     drafter, way, domain, temperature = key
-    records = [record | {"text": number} for number, run in enumerate(runs) for record in run.records]
-    columns = _sums(records)
-    tokens, _, plain_tokens, seconds, plain_seconds = columns.sum(axis=1)
-    agreements = [run.agreement for run in runs if run.agreement is not None]
+    records, timings = ([record | {"text": n} for n, run in enumerate(own) for record in run.records] for own in (runs, timed))
+    counts = _counts(records)
+    speeds: dict[str, Any] = dict.fromkeys(("plain", "speculative", "speedup", "speedup_interval"))
+    if timings:
+        columns = _clocked(timings)
+        tokens, plain_tokens, seconds, plain_seconds = columns.sum(axis=1)
+        speeds = {
+            "plain": float(plain_tokens / plain_seconds),
+            "speculative": float(tokens / seconds),
+            "speedup": float(tokens / seconds / (plain_tokens / plain_seconds)),
+            "speedup_interval": interval(columns, lambda sums: sums[0] / sums[2] / (sums[1] / sums[3])),
+        }
     return Cell(
         drafter=drafter,
         way=way,
         domain=domain,
         temperature=temperature,
         acceptance=tau.pool(run.acceptance[domain] for run in runs),
-        tau_interval=interval(columns[:2], lambda sums: sums[0] / sums[1]),
-        plain=float(plain_tokens / plain_seconds),
-        speculative=float(tokens / seconds),
-        speedup=float(tokens / seconds / (plain_tokens / plain_seconds)),
-        speedup_interval=interval(columns, lambda sums: sums[0] / sums[3] / (sums[2] / sums[4])),
+        tau_interval=interval(counts, lambda sums: sums[0] / sums[1]),
+        **speeds,
         draft_seconds=draft_seconds,
         agreement=Agreement(*(sum(getattr(a, field.name) for a in agreements) for field in dataclasses.fields(Agreement))),
-        policy=runs[0].policy,
+        policy=(timed or runs)[0].policy,
         left_out=runs[0].left_out,
         records=records,
+        timings=timings,
     )
 
 
-def _columns(cell: Cell) -> Float[np.ndarray, "5 P"]:
-    return _sums(cell.records)
+def _counts(records: Sequence[Mapping[str, Any]]) -> Float[np.ndarray, "2 P"]:
+    """By prompt, its texts summed: tokens and rounds."""
+    return np.stack([_column(records, "tokens"), np.maximum(_column(records, "rounds"), 1)])
 
 
-def _sums(records: Sequence[Mapping[str, Any]]) -> Float[np.ndarray, "5 P"]:
-    """By prompt, its texts summed: tokens, rounds, tokens of plain decoding, seconds of decoding, and of plain decoding."""
+def _clocked(records: Sequence[Mapping[str, Any]]) -> Float[np.ndarray, "4 P"]:
+    """By prompt, its texts summed: tokens, tokens of plain decoding, seconds of decoding, and of plain decoding."""
+    seconds = [_column(records, f"{kind}_seconds") - _column(records, f"{kind}_prefill_seconds") for kind in ("speculative", "plain")]
+    return np.stack([_column(records, "tokens"), _column(records, "plain_tokens"), *(np.maximum(clock, 1e-9) for clock in seconds)])
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> Float[np.ndarray, "P"]:
     texts = 1 + max(record["text"] for record in records)
-
-    def column(name: str):
-        return np.asarray([record[name] for record in records], float).reshape(texts, -1).sum(axis=0)
-
-    seconds = {kind: column(f"{kind}_seconds") - column(f"{kind}_prefill_seconds") for kind in ("speculative", "plain")}
-    seconds = {kind: np.maximum(values, 1e-9) for kind, values in seconds.items()}
-    return np.stack([column("tokens"), np.maximum(column("rounds"), 1), column("plain_tokens"), seconds["speculative"], seconds["plain"]])
+    return np.asarray([record[name] for record in records], float).reshape(texts, -1).sum(axis=0)

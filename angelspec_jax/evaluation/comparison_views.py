@@ -31,9 +31,7 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
                 "" if place == 0 else _behind(ranked[0], cell),
                 shares,
                 "-" if cell.draft_seconds is None else f"{1e3 * cell.draft_seconds:.2f}",
-                f"{cell.plain:.1f}",
-                f"{cell.speculative:.1f}",
-                f"{cell.speedup:.2f} x [{cell.speedup_interval}]".replace("[", r"\["),
+                *_speed(cell),
                 _agreement(cell),
                 end_section=place == len(ranked) - 1,
             )
@@ -49,16 +47,18 @@ def figures(title: str, cells: Sequence[Cell], folder: str | Path) -> list[Path]
         panel = f"T = {cell.temperature:g}"
         tau, speed = cell.tau_interval, cell.speedup_interval
         _inside(taus, panel, cell.label)[cell.domain] = (cell.acceptance.tau, tau.low, tau.high)
-        _inside(speeds, panel, cell.label)[cell.domain] = (cell.speedup, speed.low, speed.high)
+        if cell.speedup is not None and speed is not None:
+            _inside(speeds, panel, cell.label)[cell.domain] = (cell.speedup, speed.low, speed.high)
         if cell.way == FIXED:  # what D-cut leaves out was not offered
             shares.setdefault(f"{cell.domain}, {panel}", {})[cell.label] = cell.acceptance.conditional
     interval = f"{LEVEL:.0%} intervals over prompts"
-    made = (
+    made = [
         plots.grouped(f"{title}: tau, {interval}", taus, "tokens per round"),
         plots.by_position(f"{title}: acceptance by position", shares, len({cell.domain for cell in cells})),
-        plots.grouped(f"{title}: speed-up, {interval}", speeds, "times plain decoding"),
-    )
-    return [plots.save(figure, Path(folder) / name) for figure, name in zip(made, FILES, strict=True)]
+    ]
+    if speeds:
+        made.append(plots.grouped(f"{title}: speed-up, {interval}", speeds, "times plain decoding"))
+    return [plots.save(figure, Path(folder) / name) for figure, name in zip(made, FILES, strict=False)]
 
 
 def _inside(panels: dict[str, dict[str, dict[str, plots.Bar]]], panel: str, label: str) -> dict[str, plots.Bar]:
@@ -75,6 +75,12 @@ def _behind(best: Cell, cell: Cell) -> str:
         return "-"  # not of the same prompts
     difference, known = lead(best, cell)
     return f"{difference:.2f} [{known}]".replace("[", r"\[")
+
+
+def _speed(cell: Cell) -> tuple[str, str, str]:
+    if cell.plain is None or cell.speculative is None:
+        return "-", "-", "-"
+    return f"{cell.plain:.1f}", f"{cell.speculative:.1f}", f"{cell.speedup:.2f} x [{cell.speedup_interval}]".replace("[", r"\[")
 
 
 def _agreement(cell: Cell) -> str:

@@ -1,14 +1,15 @@
 """A drafter measured on prompts of several domains: acceptance, speed against plain decoding, and whether the words are the same."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from angelspec_jax import text
 from angelspec_jax.decoding.dcut import Policy
 from angelspec_jax.decoding.generate import generate
 from angelspec_jax.decoding.sampling import make_sampling
-from angelspec_jax.decoding.step import Plan
+from angelspec_jax.decoding.step import Plan, Weights
 from angelspec_jax.drafter.loading import Drafter
 from angelspec_jax.evaluation import tau, throughput
 from angelspec_jax.evaluation.tau import Acceptance, Agreement
@@ -32,6 +33,11 @@ class Options:
     repeats: int = 1  # timed runs of each prompt, of which the fastest counts
     adaptive: bool = False  # verify as many drafts as pay on this device, by costs measured first; else always all
     tree: int | None = None  # nodes of the draft trees; None drafts chains
+    batch: int = 1  # prompts decoded together where nothing is timed
+
+    def __post_init__(self):
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
 
     def sampling(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
@@ -86,6 +92,43 @@ def measure(
     Raises ValueError when no prompt fits the model's context, or an option is out of range.
     """
     options = Options() if options is None else options
+    kept, left_out = _encoded(target, prompts, options, switches)
+    capacity = options.capacity
+    if capacity is None:
+        capacity = capacity_for(target, [ids for _, ids in kept], options.max_new_tokens, drafter.config.num_drafts)
+    if timed:
+        return _against_plain(target, drafter, kept, options, capacity, left_out, policy, progress)
+    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
+    if options.adaptive and policy is None:
+        policy = text.measure_policy(target, drafter, requests=options.batch, capacity=capacity, tree=options.tree)
+    found, records, texts = [], [], []
+    ids = [ids for _, ids in kept]
+    for index, (counted, said) in enumerate(_decoded(plan, weights, ids, options, capacity, policy)):
+        domain, prompt = kept[index]
+        found.append((domain, counted))
+        records.append({"domain": domain, "prompt_tokens": len(prompt), **_counts(counted)})
+        texts.append(said)
+        if progress is not None:
+            progress(index + 1, len(kept))
+    return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out, texts)
+
+
+def plain_texts(
+    target: Target, prompts: Sequence[text.Prompt], options: Options, progress: Progress | None = None, **switches: Any
+) -> list[tuple[list[int], list[int]]]:
+    """Every prompt's tokens and what the target alone says, drawing as `measure` does. `options.capacity` must be given."""
+    assert options.capacity is not None, "texts that are compared are decoded at one capacity"
+    kept, _ = _encoded(target, {"": prompts}, options, switches)
+    ids, said = [ids for _, ids in kept], []
+    for _, tokens in _decoded(*text.prepare(target), ids, options, options.capacity, None):
+        said.append(tokens)
+        if progress is not None:
+            progress(len(said), len(ids))
+    return list(zip(ids, said, strict=True))
+
+
+def _encoded(target: Target, prompts: Mapping[str, Sequence[text.Prompt]], options: Options, switches) -> tuple[list, int]:
+    """(domain, tokens) of the prompts that fit, and how many do not."""
     encoded = [(domain, text.encode(target, prompt, **switches)) for domain, group in prompts.items() for prompt in group]
     room = target.config.max_positions - options.max_new_tokens
     kept = [(domain, ids) for domain, ids in encoded if len(ids) <= room]
@@ -94,25 +137,19 @@ def measure(
             f"no prompt leaves room for {options.max_new_tokens} new tokens in the model's context of {target.config.max_positions}; "
             "lower max_new_tokens or shorten the prompts"
         )
-    capacity = options.capacity
-    if capacity is None:
-        capacity = capacity_for(target, [ids for _, ids in kept], options.max_new_tokens, drafter.config.num_drafts)
-    left_out = len(encoded) - len(kept)
-    if timed:
-        return _against_plain(target, drafter, kept, options, capacity, left_out, policy, progress)
-    found, records, texts = [], [], []
-    plan, weights = text.prepare(target, drafter, adaptive=options.adaptive, tree=options.tree)
-    if options.adaptive and policy is None:
-        policy = text.measure_policy(target, drafter, capacity=capacity, tree=options.tree)
-    for index, (domain, ids) in enumerate(kept):
-        sampling = make_sampling(1, **options.sampling() | {"seed": options.seed + index})
-        generation = generate(plan, weights, [ids], options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
-        found.append((domain, tau.acceptance(generation)))
-        records.append({"domain": domain, "prompt_tokens": len(ids), **_counts(found[-1][1])})
-        texts += generation.texts()
-        if progress is not None:
-            progress(index + 1, len(kept))
-    return Measurement(_pooled(found), None, None, records, _described(plan, policy), left_out, texts)
+    return kept, len(encoded) - len(kept)
+
+
+def _decoded(
+    plan: Plan, weights: Weights, prompts: Sequence[Sequence[int]], options: Options, capacity: int, policy: Policy | None
+) -> Iterator[tuple[Acceptance, list[int]]]:
+    """Counters and text of every prompt, a batch at a time; a last batch that is not full repeats prompts, for it is the same program."""
+    for first in range(0, len(prompts), options.batch):
+        own = prompts[first : first + options.batch]
+        group = list(itertools.islice(itertools.cycle(own), options.batch))
+        sampling = make_sampling(options.batch, **options.sampling() | {"seed": options.seed + first})
+        generation = generate(plan, weights, group, options.max_new_tokens, sampling=sampling, policy=policy, capacity=capacity)
+        yield from itertools.islice(zip(tau.each_acceptance(generation), generation.texts(), strict=True), len(own))
 
 
 def capacity_for(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_drafts: int) -> int:

@@ -69,12 +69,21 @@ class Acceptance:
 
 def acceptance(generation: Generation) -> Acceptance:
     """Counters of a generation, pooled over its requests."""
+    return pool(each_acceptance(generation))
+
+
+def each_acceptance(generation: Generation) -> list[Acceptance]:
+    """Counters of every request."""
     statistics = jax.tree.map(np.asarray, generation.statistics)
-    return Acceptance(
-        rounds=int(statistics.rounds.sum()),
-        emitted=int((np.asarray(generation.length) - np.asarray(generation.prompt_length)).sum()),
-        **{name: tuple(int(count) for count in getattr(statistics, name).sum(axis=0)) for name in POSITIONAL},
-    )
+    emitted = np.asarray(generation.length) - np.asarray(generation.prompt_length)
+    return [
+        Acceptance(
+            rounds=int(statistics.rounds[request]),
+            emitted=int(emitted[request]),
+            **{name: tuple(int(count) for count in getattr(statistics, name)[request]) for name in POSITIONAL},
+        )
+        for request in range(len(emitted))
+    ]
 
 
 def pool(parts: Iterable[Acceptance]) -> Acceptance:

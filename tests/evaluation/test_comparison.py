@@ -56,9 +56,7 @@ def test_a_comparison_goes_on_where_it_stopped(toy_target, helpers, found, monke
     own = measure.measure
     monkeypatch.setattr(measure, "measure", lambda *given, **options: calls.append(given) or own(*given, **options))
     seen = []
-    again = comparison.compare(
-        toy_target, helpers, PROMPTS, OPTIONS, file=stopped, progress=lambda done, total: seen.append((done, total))
-    )
+    again = comparison.compare(toy_target, helpers, PROMPTS, OPTIONS, file=stopped, progress=lambda done, total: seen.append((done, total)))
     assert len(calls) == 2  # the last cell has two texts of one prompt
     assert seen == [(1, 2), (2, 2)]
     assert [cell.key for cell in again.cells] == [cell.key for cell in first.cells]
@@ -85,6 +83,36 @@ def test_what_does_not_belong_together_is_refused(toy_target, helpers, found, tm
         comparison.compare(toy_target, {}, PROMPTS)
     with pytest.raises(ValueError, match="seeds must be at least 1"):
         comparison.Options(seeds=0)
+
+
+def test_some_prompts_are_timed_and_all_counted_in_batches(toy_target, helpers, found, tmp_path):
+    """The same tau as one at a time, with a batch that the prompts do not fill; a wrong text is found; what is not timed has no speed."""
+    alone = {cell.key: cell for cell in found[0].cells}
+    options = dataclasses.replace(OPTIONS, timed=1, batch=2)
+    file = tmp_path / "found.json"
+    partly = comparison.compare(toy_target, helpers, PROMPTS, options, file=file)
+    for cell in partly.cells:
+        assert cell.acceptance == alone[cell.key].acceptance
+        assert cell.agreement == alone[cell.key].agreement
+        assert len(cell.timings) == 1
+        assert cell.speedup == pytest.approx(cell.speculative / cell.plain)
+    assert comparison.compare(toy_target, helpers, PROMPTS, options, file=file).cells == comparison.read(file).cells
+    untimed = comparison.compare(toy_target, {"toy": helpers["toy"]}, {"b": PROMPTS["b"]}, dataclasses.replace(options, timed=0))
+    assert all(cell.speedup is None and cell.speedup_interval is None for cell in untimed.cells)
+    assert [file.name for file in comparison_views.figures("t", untimed.cells, tmp_path)] == list(comparison_views.FILES[:2])
+    with pytest.raises(ValueError, match="timed must be a number"):
+        dataclasses.replace(OPTIONS, timed=-1)
+    with pytest.raises(ValueError, match="batch must be at least 1"):
+        measure.Options(batch=0)
+
+
+def test_a_text_of_a_batch_that_differs_is_found(toy_target, helpers, monkeypatch):
+    own = measure.plain_texts
+    monkeypatch.setattr(
+        measure, "plain_texts", lambda *given, **more: [(ids, [*said[:-1], said[-1] ^ 1]) for ids, said in own(*given, **more)]
+    )
+    options = dataclasses.replace(OPTIONS, temperatures=(0.0,), timed=0)
+    assert not comparison.compare(toy_target, {"toy": helpers["toy"]}, {"b": PROMPTS["b"]}, options).agreement.holds
 
 
 def test_trees_stand_beside_chains_where_a_drafter_grows_them(toy_target, helpers, found, tmp_path):
