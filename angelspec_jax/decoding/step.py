@@ -5,7 +5,6 @@ everything before it is, in the target's cache and in the drafter's memory.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from angelspec_jax.drafter import registry
 from angelspec_jax.drafter.registry import AnyConfig, AnyDrafter
 from angelspec_jax.drafter.types import Draft, DraftPolicy, Noise, Seen, Shared
 from angelspec_jax.target import kv_cache
-from angelspec_jax.target.attention import Rows, uniform_rows
+from angelspec_jax.target.attention import uniform_rows
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.kv_cache import KVCache
 from angelspec_jax.target.transformer import TargetParams, forward, logits
@@ -143,11 +142,10 @@ class Emitted:
 @struct.dataclass
 class Verified:
     accepted: Accepted
-    emitted: Emitted
-    finished: Bool[Array, "R"]
+    logprobs: Float[Array, "R W"] | None  # of the tokens that were accepted
     features: Float[Array, "R W T D"]
     hidden: Float[Array, "R W D"]  # after the final norm
-    cache: KVCache  # with the keys and values of what was emitted
+    new_kv: tuple
 
 
 def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: DecodeState) -> tuple[DecodeState, Emitted]:
@@ -168,11 +166,14 @@ def speculative_step(plan: Plan, weights: Weights, policy: Policy, state: Decode
     checked = None if draft is None else jnp.arange(plan.budgets[-1], dtype=jnp.int32)[None] < kept[:, None]
 
     with jax.named_scope("verify"):
-        verified = _verify_at(plan, weights, state, draft, checked, anchor, prefix, kept, budget)
+        branches = [lambda room=room: _verify(plan, weights, state, draft, checked, anchor, prefix, kept, room) for room in plan.budgets]
+        verified = jax.lax.switch(budget, branches) if len(branches) > 1 else branches[0]()
 
-    accepted, emitted, finished = verified.accepted, verified.emitted, verified.finished
+    accepted = verified.accepted
+    emitted, finished = _emit(plan, state, accepted, verified.logprobs)
+
     with jax.named_scope("commit"):
-        state = _commit(plan, weights, state, verified, prefix, drafting)
+        state = _commit(plan, weights, state, verified, accepted.path, emitted, prefix, drafting)
     statistics = _count(state.statistics, draft, checked, accepted, jnp.minimum(accepted.count, emitted.count), running)
     memory = dcut.remember(policy, state.memory, cut, drafting, emitted.count, running)
     if draft is not None and checked is not None and draft.margin is not None:
@@ -278,34 +279,8 @@ def _draft(plan, weights, policy, state, anchor, prefix, drafting) -> Draft | No
     return jax.lax.cond(drafting, propose, lambda: nothing)
 
 
-def _verify_at(plan: Plan, weights: Weights, state: DecodeState, draft, checked, anchor, prefix, kept, budget) -> Verified:
-    """`_verify` with the room of this round's budget.
-
-    A loop for every budget, which one of them goes through once: XLA writes to a cache that a loop carries in place, but copies one that a
-    branch of a switch reads and writes.
-    """
-    inputs = (draft, checked, anchor, prefix, kept)
-    if len(plan.budgets) == 1:
-        return _verify(plan, weights, state, *inputs, plan.budgets[0])
-
-    def run(index, verified, room):
-        # What does not change in a loop would be computed in front of it, whether or not it is gone through.
-        _, own = jax.lax.optimization_barrier((index, inputs))
-        return _verify(plan, weights, dataclasses.replace(state, cache=verified.cache), *own, room)
-
-    shapes = jax.eval_shape(lambda: _verify(plan, weights, state, *inputs, plan.budgets[0]))
-    verified = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dataclasses.replace(shapes, cache=None))
-    verified = dataclasses.replace(verified, cache=state.cache)
-    for number, room in enumerate(plan.budgets):
-        verified = jax.lax.fori_loop(0, (budget == number).astype(jnp.int32), functools.partial(run, room=room), verified)
-    return verified
-
-
 def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | None, checked, anchor, prefix, kept, room: int) -> Verified:
-    """One target pass over the anchors and what was kept of the drafts; what of them becomes text enters the cache.
-
-    The cache is written here, where a round knows how few rows it has: as many as the widest round's would cost most of what it saves.
-    """
+    """One target pass over the anchors and what was kept of the drafts, laid out by request."""
     packed = pack(draft, anchor, prefix, kept, ~state.finished, room, plan.budgets[-1])
     rows = packed.rows
     features, hidden, new_kv = forward(weights.target, plan.target, packed.tokens, packed.positions, rows, state.cache, plan.taps)
@@ -322,21 +297,9 @@ def _verify(plan: Plan, weights: Weights, state: DecodeState, draft: Draft | Non
         else:
             accepted = accept_by_ratio(draft, spread(transform(found, options, text)), state.sampling, prefix, checked)
             logprobs = log_probability(spread(found), accepted.tokens) if plan.logprobs else None
-    emitted, finished = _emit(plan, state, accepted, logprobs)
-    with jax.named_scope("commit"):
-        keep = rows.valid & _becomes_text(rows, accepted, emitted)
-        cache = kv_cache.commit(state.cache, new_kv, rows.request, packed.positions, keep, rows.uniform)
-    return Verified(accepted, emitted, finished, spread(features), spread(hidden), cache)
-
-
-def _becomes_text(rows: Rows, accepted: Accepted, emitted: Emitted) -> Bool[Array, "N"]:
-    """Which rows are the anchor or a draft that was emitted; the last token emitted is no row, but the next anchor."""
-    offset = jnp.arange(rows.request.shape[0], dtype=jnp.int32) - rows.row_start[rows.request]
-    count = emitted.count[rows.request]
-    if accepted.path is None:
-        return offset < count
-    depth = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
-    return jnp.any((accepted.path[rows.request] == offset[:, None]) & (depth < count[:, None]), axis=1)
+    flat = lambda x: spread(x).reshape(anchor.shape[0] * plan.width, *x.shape[1:])  # noqa: E731
+    stacked = state.cache.k.ndim == 5 if not isinstance(state.cache.k, tuple) else False
+    return Verified(accepted, logprobs, spread(features), spread(hidden), jax.tree.map(jax.vmap(flat) if stacked else flat, new_kv))
 
 
 def _text(state: DecodeState, draft: Draft | None, packed: Packed) -> Text:
@@ -358,17 +321,23 @@ def _emit(plan: Plan, state: DecodeState, accepted: Accepted, logprobs) -> tuple
     return Emitted(accepted.tokens, count, logprobs=logprobs), finished
 
 
-def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified, prefix, drafting) -> DecodeState:
-    """Take in the anchor and all emitted drafts but the last token, which becomes the next anchor."""
-    emitted, path, features, hidden = verified.emitted, verified.accepted.path, verified.features, verified.hidden
+def _commit(
+    plan: Plan, weights: Weights, state: DecodeState, verified: Verified, path, emitted: Emitted, prefix, drafting
+) -> DecodeState:
+    """Write the anchor and all emitted drafts but the last token, which becomes the next anchor."""
     requests, width = emitted.tokens.shape
     depth = jnp.arange(width, dtype=jnp.int32)[None]
     keep = (depth < emitted.count[:, None]).reshape(-1)
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), width)
     positions = (prefix[:, None] + depth).reshape(-1)
+    new_kv, features, hidden = verified.new_kv, verified.features, verified.hidden
     if path is not None:
         features = jnp.take_along_axis(features, path[:, :, None, None], axis=1)
         hidden = jnp.take_along_axis(hidden, path[:, :, None], axis=1)
+        source = request * width + path.reshape(-1)
+        axis = 0 if isinstance(state.cache.k, tuple) else 1
+        new_kv = jax.tree.map(lambda x: jnp.take(x, source, axis=axis), new_kv)
+    cache = kv_cache.commit(state.cache, new_kv, request, positions, keep)
 
     def digest(drafter):
         flat = lambda x: x.reshape(requests * width, *x.shape[2:])  # noqa: E731
@@ -390,8 +359,7 @@ def _commit(plan: Plan, weights: Weights, state: DecodeState, verified: Verified
     if logprobs is not None and emitted.logprobs is not None:
         logprobs = logprobs.at[slots, columns].set(emitted.logprobs, mode="drop")
     length = state.length + emitted.count
-    changed: dict[str, Any] = {"tokens": tokens, "length": length, "cache": verified.cache, "logprobs": logprobs}
-    return dataclasses.replace(state, drafter=drafter, pending=pending, **changed)
+    return dataclasses.replace(state, tokens=tokens, length=length, cache=cache, drafter=drafter, pending=pending, logprobs=logprobs)
 
 
 def _extend(plan: Plan, weights: Weights, features, hidden, next_tokens, request, positions, accepted, drafter):

@@ -60,28 +60,20 @@ def _tree_attention(batch, options, arrays):
     return out if batch is None or options["uniform"] else jax.lax.psum(out, batch)
 
 
-def cache_commit(pages, new, table, request, positions, accepted, uniform: bool = True):
-    """Accepted rows into their request's pages, [P, G, page, E] or, stacked, [L, P, G, page, E] with rows [L, N, G, E].
-
-    Rows that are not `uniform` (of unequal number) do not split where requests do: every device has all of them and writes its own.
-    """
+def cache_commit(pages, new, table, request, positions, accepted):
+    """Accepted rows into their request's pages, [P, G, page, E] or, stacked, [L, P, G, page, E] with rows [L, N, G, E]."""
     stacked = pages.ndim == 5
     lead = (None,) if stacked else ()
-    counts = (table.shape[0], pages.shape[len(lead)])
-    batch, heads = _spread((*counts, request.shape[0]) if uniform else counts, pages.shape[len(lead) + 1])
-    own = batch if uniform else None
+    batch, heads = _spread((table.shape[0], request.shape[0], pages.shape[len(lead)]), pages.shape[len(lead) + 1])
     arrays = {"pages": pages, "new": new, "table": table, "request": request, "positions": positions, "accepted": accepted}
-    specs = dict.fromkeys(arrays, PartitionSpec(own)) | {"table": PartitionSpec(batch)}
-    specs |= {"pages": PartitionSpec(*lead, batch, heads), "new": PartitionSpec(*lead, own, heads)}
+    specs = dict.fromkeys(arrays, PartitionSpec(batch)) | dict.fromkeys(("pages", "new"), PartitionSpec(*lead, batch, heads))
     return _mapped(functools.partial(_cache_commit, batch, stacked), arrays, specs, PartitionSpec(*lead, batch, heads))
 
 
 def _cache_commit(batch, stacked: bool, arrays):
     pages, table = arrays["pages"], arrays["table"]
-    request = arrays["request"] - _index(batch) * table.shape[0]
-    accepted = arrays["accepted"] & (request >= 0) & (request < table.shape[0])
-    local = (table - _index(batch) * pages.shape[int(stacked)], jnp.clip(request, 0, table.shape[0] - 1))
-    rest = (*local, arrays["positions"], accepted)
+    local = (table - _index(batch) * pages.shape[int(stacked)], arrays["request"] - _index(batch) * table.shape[0])
+    rest = (*local, arrays["positions"], arrays["accepted"])
 
     def write(pages, new):
         return jax.lax.platform_dependent(pages, new, *rest, tpu=cache_commit_kernel, default=reference.cache_commit)

@@ -79,19 +79,16 @@ def commit(
     request: Int[Array, "N"],
     positions: Int[Array, "N"],
     accepted: Bool[Array, "N"],
-    uniform: bool = True,
 ) -> KVCache:
     """Write the accepted rows' keys and values (`new_kv` as `forward` returns it) at their positions; other rows are dropped.
 
-    `uniform` says that every request has as many rows (`attention.Rows`). Rows past the capacity are dropped too: the caller refuses such
-    requests before they start.
+    Rows past the capacity are dropped too: the caller refuses such requests before they start.
     """
     new_k, new_v = new_kv
     old_k: Any = cache.k
     old_v: Any = cache.v
     if cache.table is not None:
-        rows = {"request": request, "positions": positions, "accepted": accepted, "uniform": uniform}
-        write = functools.partial(kernels.cache_commit, table=cache.table, **rows)
+        write = functools.partial(kernels.cache_commit, table=cache.table, request=request, positions=positions, accepted=accepted)
         if not isinstance(old_k, tuple):
             return KVCache(*_write_pages(write, old_k, old_v, new_k, new_v), cache.columns)
         written = [_write_pages(write, *layer) for layer in zip(old_k, old_v, new_k, new_v, strict=True)]

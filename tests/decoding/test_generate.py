@@ -156,19 +156,6 @@ def test_the_step_is_one_program_without_host_traffic_and_with_donated_state(mak
     assert compiled.memory_analysis().alias_size_in_bytes >= caches
 
 
-def test_no_budget_copies_the_cache(make_bench):
-    """What a branch reads and writes XLA copies on its way in and out, which would cost more than the round."""
-    bench = make_bench()
-    plan = dataclasses.replace(bench.speculative, budgets=(0, 1, 3))
-    state, policy = start(plan, bench.weights, PROMPTS, NEW, capacity=64)
-    text = generation.jitted_step.lower(plan, bench.weights, policy, state).compile().as_text()
-    shapes = {"f32[" + ",".join(map(str, leaf.shape)) + "]" for leaf in jax.tree.leaves((state.cache, state.drafter.cache))}
-    assert shapes
-    copied = set(re.findall(r"= (f32\[[\d,]+\])\S* copy\(", text))
-    assert copied
-    assert not copied & shapes
-
-
 def test_costs_are_measured_with_the_step_that_runs(make_bench):
     bench = make_bench()
     plan = dataclasses.replace(bench.speculative, budgets=(0, 1, 3))

@@ -91,20 +91,6 @@ def test_cache_commit(mesh, layers):
     assert changed.sum() == int(accepted.sum()) * GROUPS * int(np.prod(layers))
 
 
-def test_cache_commit_of_unequal_rows(mesh):
-    """Requests with 3, 0, 1 and 2 rows and one of no request: the same pages as where every request has three."""
-    (pages, _), table = _paged()
-    new = _draw(REQUESTS * WIDTH, GROUPS, SIZE, seed=7)
-    request = jnp.repeat(jnp.arange(REQUESTS, dtype=jnp.int32), WIDTH)
-    positions = jnp.tile(jnp.arange(6, 6 + WIDTH, dtype=jnp.int32), REQUESTS)
-    picked = np.concatenate([np.arange(3), [6], [9, 10]])
-    padded = np.pad(picked, (0, 1))
-    few = (new[padded], table, request[padded], positions[padded], jnp.arange(7) < 6)
-    got = _compare(mesh, functools.partial(kernels.cache_commit, uniform=False), pages, *few)
-    everyone = kernels.cache_commit(pages, new, table, request, positions, jnp.isin(jnp.arange(REQUESTS * WIDTH), picked))
-    np.testing.assert_array_equal(got, everyone)
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_anchor_attention_and_gradients(mesh, documents):
     batch, count, length = 4, 3, 12
