@@ -18,6 +18,7 @@ from angelspec_jax import cli_options as opt
 from angelspec_jax.cli_bench import bench
 from angelspec_jax.cli_evaluate import calibrate, evaluate
 from angelspec_jax.cli_models import copies_for, find_drafter, find_target, load, start
+from angelspec_jax.models import SHIPPED
 
 if TYPE_CHECKING:
     from angelspec_jax.processes import Cluster
@@ -80,7 +81,7 @@ def _version(on: bool) -> None:
 @app.command()
 def demo(
     target: opt.Target = opt.SMOLLM2,
-    drafter: opt.Drafter = opt.SHIPPED,
+    drafter: opt.Drafter = SHIPPED[0],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the plot and the JSON.")] = Path("demo-output"),
     per_domain: Annotated[int, typer.Option(min=1, max=12, help="Timed prompts per domain.")] = 3,
     max_new_tokens: opt.NewTokens = 160,

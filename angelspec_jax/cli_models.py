@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from angelspec_jax.cli_options import SHIPPED, SMOLLM2
+from angelspec_jax.cli_options import SMOLLM2
 
 if TYPE_CHECKING:
     from angelspec_jax.drafter.layouts import Checkpoint
@@ -50,8 +50,8 @@ def find_drafter(name: str | None, target: str) -> str | Path | None:
             return models.shipped_drafter()
         except FileNotFoundError:
             return None
-    if name == SHIPPED and not Path(name).is_dir():
-        return models.shipped_drafter()
+    if name in models.SHIPPED and not Path(name).is_dir():
+        return models.shipped_drafter(name)
     return Path(name)
 
 

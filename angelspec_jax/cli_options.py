@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from angelspec_jax.models import SHIPPED
+
 if TYPE_CHECKING:
     from angelspec_jax.decoding.router import Router
 
-SMOLLM2, SHIPPED = "smollm2", "smollm2-dfly"
+SMOLLM2 = "smollm2"
 
 TARGET_HELP = f"A Hugging Face model directory or id (Org/Name, Org/Name@revision), a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
 DRAFTER_HELP = (
-    f"A drafter directory, '{SHIPPED}' (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
-    f"Default: the shipped one with {SMOLLM2}, else none."
+    f"A drafter directory, '{SHIPPED[0]}' or '{SHIPPED[1]}' (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
+    f"Default: {SHIPPED[0]} with {SMOLLM2}, else none."
 )
 
 Target = Annotated[str, typer.Option("--target", "-t", help=TARGET_HELP)]

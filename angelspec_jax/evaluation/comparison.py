@@ -80,7 +80,7 @@ class Cell:
     speculative: float | None
     speedup: float | None
     speedup_interval: Interval | None
-    draft_seconds: float | None  # of a draft to full depth with what it digests of the round before; None for trees
+    draft_seconds: float | None  # of a draft to full depth with what it digests of the round before; None for trees and where untimed
     agreement: Agreement
     policy: dict[str, Any] | None  # D-cut's costs
     left_out: int
@@ -183,7 +183,7 @@ class _Bench:
         name, *_, temperature = key
         drafter, options = self.drafters[name], self.options
         assert options.capacity is not None
-        if name not in self.drafting and nodes is None:
+        if name not in self.drafting and nodes is None and options.timed != 0:
             context = min(CONTEXT, options.capacity // 2)
             self.drafting[name] = step_costs.time_draft(drafter, self.target, 1, context, options.capacity, DRAFT_REPEATS)
         texts = range(options.texts(temperature))
@@ -193,7 +193,7 @@ class _Bench:
         else:
             timed = [self._timed(key, nodes, 0, options.timed)] if options.timed else []
             runs, agreements = zip(*(self._batched(key, nodes, number) for number in texts), strict=True)
-        return _cell(key, runs, timed, agreements, self.drafting[name] if nodes is None else None)
+        return _cell(key, runs, timed, agreements, self.drafting.get(name) if nodes is None else None)
 
     def _timed(self, key, nodes: int | None, number: int, limit: int | None) -> measure.Measurement:
         name, way, domain, temperature = key

@@ -98,7 +98,7 @@ def test_some_prompts_are_timed_and_all_counted_in_batches(toy_target, helpers, 
         assert cell.speedup == pytest.approx(cell.speculative / cell.plain)
     assert comparison.compare(toy_target, helpers, PROMPTS, options, file=file).cells == comparison.read(file).cells
     untimed = comparison.compare(toy_target, {"toy": helpers["toy"]}, {"b": PROMPTS["b"]}, dataclasses.replace(options, timed=0))
-    assert all(cell.speedup is None and cell.speedup_interval is None for cell in untimed.cells)
+    assert all(cell.speedup is None and cell.speedup_interval is None and cell.draft_seconds is None for cell in untimed.cells)
     assert [file.name for file in comparison_views.figures("t", untimed.cells, tmp_path)] == list(comparison_views.FILES[:2])
     with pytest.raises(ValueError, match="timed must be a number"):
         dataclasses.replace(OPTIONS, timed=-1)
