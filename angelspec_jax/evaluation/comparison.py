@@ -232,6 +232,7 @@ class _Bench:
             return None
         if (name, requests) not in self._policies:
             drafter, capacity = self.drafters[name], self.options.capacity
+            assert capacity is not None
             self._policies[name, requests] = text.measure_policy(self.target, drafter, requests=requests, capacity=capacity)
         return self._policies[name, requests]
 
