@@ -155,12 +155,12 @@ def placement(param, place: jax.sharding.Sharding, device: Any, dtype) -> Any:
     """
     if device.platform != "tpu":
         return place
-    tiling = None
-    if device.device_kind in _TALL_TILES and jnp.dtype(param.dtype or dtype).itemsize == 2 and _is_matrix(param):
-        tiling = ((16, 128), (2, 1))
-    if param.order is None and tiling is None:
+    order = param.order or tuple(range(len(param.shape)))
+    tall = device.device_kind in _TALL_TILES and jnp.dtype(param.dtype or dtype).itemsize == 2 and _is_matrix(param)
+    tall = tall and place.shard_shape(param.shape)[order[-2]] % 16 == 0  # XLA gives others the tiles that it likes
+    if param.order is None and not tall:
         return place
-    return Format(Layout(param.order or tuple(range(len(param.shape))), tiling), place)
+    return Format(Layout(order, ((16, 128), (2, 1)) if tall else None), place)
 
 
 def _is_matrix(param) -> bool:

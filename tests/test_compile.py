@@ -139,9 +139,10 @@ def test_weights_lie_on_a_tpu_as_their_product_reads_them():
     assert isinstance(wanted, Format) and wanted.layout == Layout((0, 2, 1, 3))
     assert meshes.placement(spec, place, v7x, jnp.float32) == wanted
     assert meshes.placement(spec, place, v7x, jnp.bfloat16).layout == Layout((0, 2, 1, 3), ((16, 128), (2, 1)))
-    down = dataclasses.replace(spec, shape=(3, 24, 16), axes=(None, "mlp", "embed"), order=None)
+    down = dataclasses.replace(spec, shape=(3, 32, 16), axes=(None, "mlp", "embed"), order=None)
     assert meshes.placement(down, place, v6e, jnp.bfloat16) is place
     assert meshes.placement(down, place, v7x, jnp.bfloat16).layout == Layout((0, 1, 2), ((16, 128), (2, 1)))
+    assert meshes.placement(dataclasses.replace(down, shape=(3, 6, 16)), place, v7x, jnp.bfloat16) is place
     weights = np.random.default_rng(0).normal(size=spec.shape).astype(np.float32)
     plain, ordered = jax.device_put(weights, place), jax.device_put(weights, wanted)
     assert ordered.format.layout.major_to_minor == (0, 2, 1, 3) != plain.format.layout.major_to_minor
