@@ -348,9 +348,9 @@ def compile_decode(shape: DecodeShape, models: Models, topology: str, mesh: Mesh
 def abstract_weights(models: Models, mesh: Mesh) -> Weights:
     """Weights of target and drafter as shapes with their shardings."""
     specs = target_specs(models.target)
-    target: TargetParams = params.abstract(specs, models.dtype, meshes.placements(mesh, specs, models.dtype))
+    target: TargetParams = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
     own = registry.module(models.drafter).drafter_specs(models.drafter)
-    drafter = params.abstract(own, models.dtype, meshes.placements(mesh, own, models.dtype))
+    drafter = params.abstract(own, models.dtype, meshes.placements(mesh, own))
     return Weights(target, drafter, Shared(target.embed, *_head(models, target, mesh)))
 
 
@@ -543,7 +543,7 @@ def _forward_cost(models: Models, passed: Callable, sparse: bool, count: int) ->
 def _row_pass(models: Models, mesh: Mesh, requests: int, capacity: int, rows: Callable, config: TransformerConfig):
     """Packed rows against a cache."""
     specs = target_specs(config)
-    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs, models.dtype))
+    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
 
     def run(weights, prefix, cache):
         own, positions = rows(prefix)
@@ -559,7 +559,7 @@ def _row_pass(models: Models, mesh: Mesh, requests: int, capacity: int, rows: Ca
 def _whole_pass(models: Models, mesh: Mesh, sequences: int, length: int, config: TransformerConfig):
     """Whole sequences whose tokens lie over the mesh."""
     specs = target_specs(config)
-    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs, models.dtype))
+    weights = params.abstract(specs, models.dtype, meshes.placements(mesh, specs))
     tokens = jax.ShapeDtypeStruct((sequences, length), jnp.int32, sharding=meshes.sharding(mesh, ("batch", None), (sequences, length)))
     with jax.set_mesh(mesh):
         return jax.jit(lambda weights, tokens: whole.forward(weights, config, tokens, (0,))).lower(weights, tokens)

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from angelspec_jax.params import map_params
 
 AXES = ("data", "fsdp", "tensor")
-_TALL_TILES = ("TPU7x",)  # device kinds whose products read 16-bit weights in tiles of 16 rows, where arrays come in tiles of 8
 SEQUENCE = "sequence"
 
 # Logical axis -> mesh axis or axes. An axis that does not divide by its mesh axis stays replicated (few kv heads on many chips); one that
@@ -147,40 +146,27 @@ def shardings(mesh: Mesh, specs, rules=None):
     return map_params(lambda p: sharding(mesh, p.axes, p.shape, rules), specs)
 
 
-def placement(param, place: jax.sharding.Sharding, device: Any, dtype) -> Any:
-    """Where an array of a parameter is put: a sharding, or a format where the parameter or the device asks for an order in memory.
+def placement(param, place: jax.sharding.Sharding, platform: str) -> Any:
+    """Where an array of a parameter is put, a sharding or a format: with the order of its axes in memory where the parameter asks for one.
 
-    The order is for the matrix units of a TPU: a weight whose innermost axes are not those of its product would be copied at each use, and
-    so would one whose tiles are not. Programs take arrays in the layout they come in, so this is the one place that decides it.
+    The order is for the matrix units of a TPU: a weight whose innermost axes are not those of its product would be copied at each use.
+    Programs take arrays in the layout they come in, so this is the one place that decides it.
     """
-    if device.platform != "tpu":
-        return place
-    order = param.order or tuple(range(len(param.shape)))
-    tall = device.device_kind in _TALL_TILES and jnp.dtype(param.dtype or dtype).itemsize == 2 and _is_matrix(param)
-    tall = tall and place.shard_shape(param.shape)[order[-2]] % 16 == 0  # XLA gives others the tiles that it likes
-    if param.order is None and not tall:
-        return place
-    return Format(Layout(order, ((16, 128), (2, 1)) if tall else None), place)
-
-
-def _is_matrix(param) -> bool:
-    """Whether it is a weight of a layer's products: no norm, no bias, no table of tokens."""
-    return len(param.shape) > 1 and bool({"embed", "experts"} & set(param.axes)) and "vocab" not in param.axes
+    return place if param.order is None or platform != "tpu" else Format(Layout(param.order), place)
 
 
 def put_on(device: Any, param, value) -> jax.Array:
     """A whole parameter, or one shard of it, on one device; None: the default device, to which the array is not committed."""
     where = jax.devices()[0] if device is None else device
-    chosen = placement(param, SingleDeviceSharding(where), where, value.dtype)
-    if not isinstance(chosen, Format):
+    if param.order is None or where.platform != "tpu":
         return jnp.asarray(value) if device is None else jax.device_put(value, where)
-    return jax.device_put(value, chosen)
+    return jax.device_put(value, placement(param, SingleDeviceSharding(where), where.platform))
 
 
-def placements(mesh: Mesh, specs, dtype, rules=None):
-    """Sharding and layout of every parameter of a specification, of frozen weights in `dtype` that programs read."""
-    device = mesh.devices.flat[0]
-    return map_params(lambda p: placement(p, sharding(mesh, p.axes, p.shape, rules), device, dtype), specs)
+def placements(mesh: Mesh, specs, rules=None):
+    """Sharding and layout of every parameter of a specification, of frozen weights that programs read."""
+    platform = mesh.devices.flat[0].platform
+    return map_params(lambda p: placement(p, sharding(mesh, p.axes, p.shape, rules), platform), specs)
 
 
 def enable_compilation_cache(folder: str | os.PathLike | None = None) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format
 from typer.testing import CliRunner
 
 from angelspec_jax import compile as compiling
@@ -132,17 +132,9 @@ def test_weights_lie_on_a_tpu_as_their_product_reads_them():
     spec = params.stack(layer_specs(compiling.describe(compiling.load("targets/qwen3_8b", []), 2).target), 3).gate_up
     spec = dataclasses.replace(spec, shape=(3, 16, 2, 24))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
-    v6e, v7x = (SimpleNamespace(platform="tpu", device_kind=kind) for kind in ("TPU v6 lite", "TPU7x"))
-    assert meshes.placement(spec, place, cpu, jnp.bfloat16) is place
-    wanted = meshes.placement(spec, place, v6e, jnp.bfloat16)
-    assert isinstance(wanted, Format) and wanted.layout == Layout((0, 2, 1, 3))
-    assert meshes.placement(spec, place, v7x, jnp.float32) == wanted
-    assert meshes.placement(spec, place, v7x, jnp.bfloat16).layout == Layout((0, 2, 1, 3), ((16, 128), (2, 1)))
-    down = dataclasses.replace(spec, shape=(3, 32, 16), axes=(None, "mlp", "embed"), order=None)
-    assert meshes.placement(down, place, v6e, jnp.bfloat16) is place
-    assert meshes.placement(down, place, v7x, jnp.bfloat16).layout == Layout((0, 1, 2), ((16, 128), (2, 1)))
-    assert meshes.placement(dataclasses.replace(down, shape=(3, 6, 16)), place, v7x, jnp.bfloat16) is place
+    assert meshes.placement(spec, place, "cpu") is place
+    wanted = meshes.placement(spec, place, "tpu")
+    assert isinstance(wanted, Format) and wanted.layout.major_to_minor == (0, 2, 1, 3)
     weights = np.random.default_rng(0).normal(size=spec.shape).astype(np.float32)
     plain, ordered = jax.device_put(weights, place), jax.device_put(weights, wanted)
     assert ordered.format.layout.major_to_minor == (0, 2, 1, 3) != plain.format.layout.major_to_minor
@@ -202,23 +194,11 @@ def test_no_weight_is_copied_on_its_way_to_a_product(topology):
     mesh = meshes.make_mesh(1, 1, 1, compiling.slice_devices(topology)[:1])
     layer = layer_specs(compiling.describe(compiling.load("targets/qwen3_8b", []), 2).target)
     specs = params.stack((layer.gate_up, layer.down), 4)
-    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs, jnp.bfloat16))
+    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs))
     x = jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16, sharding=meshes.replicated(mesh))
     run = jax.jit(lambda x, weights: jax.lax.scan(lambda x, w: (swiglu(x, *w), None), x, weights)[0])
     memory = run.lower(x, weights).compile().memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 32 * 2**20  # gate_up of one layer takes 192
-
-
-@pytest.mark.tpu_aot
-@needs_compiler
-def test_a_weight_can_be_put_into_the_tiles_of_its_product():
-    """What `device_put` runs when a model is loaded on a 7x."""
-    mesh = meshes.make_mesh(1, 1, 1, compiling.slice_devices("tpu7x:2x2x1")[:1])
-    spec = params.Param((4, 256, 2, 512), (None, "embed", None, "mlp"), order=(0, 2, 1, 3))
-    wanted = meshes.placements(mesh, spec, jnp.bfloat16)
-    given = jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=meshes.replicated(mesh))
-    made = jax.jit(lambda x: x, out_shardings=wanted).lower(given).compile()
-    assert made.output_formats.layout == wanted.layout
 
 
 @pytest.mark.tpu_aot
@@ -257,14 +237,17 @@ def test_a_sequence_of_131072_tokens_over_all_devices(topology):
 
 @pytest.mark.tpu_aot
 @needs_compiler
-@pytest.mark.parametrize("topology", CHIPS)
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_no_expert_is_copied_on_its_way_to_a_product(topology):
-    """A scan over layers reads the experts that have rows where they are, in the stack of all layers."""
+    """A scan over layers reads the experts that have rows where they are, in the stack of all layers.
+
+    Not so on 7x, whose grouped product wants tiles of 16 rows where arguments lie in tiles of 8: there the stack is copied once a step.
+    """
     mesh = meshes.make_mesh(1, 1, 1, compiling.slice_devices(topology)[:1])
     model = compiling.describe(compiling.load("targets/qwen3_30b_a3b", []), 2).target
     config = dataclasses.replace(model.moe, num_experts=16)
     specs = params.stack(moe.moe_specs(config, model.hidden_size), 4)
-    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs, jnp.bfloat16))
+    weights = params.abstract(specs, jnp.bfloat16, meshes.placements(mesh, specs))
     # Few rows: a v5p keeps float32 products of all rows in HBM, which would hide a copy.
     x = jax.ShapeDtypeStruct((64, model.hidden_size), jnp.bfloat16, sharding=meshes.replicated(mesh))
 

@@ -22,7 +22,7 @@ from angelspec_jax.drafter.config import DEFAULT_RANK, FAMILIES, MARKOV_HEADS, D
 from angelspec_jax.drafter.context import fusion_prior
 from angelspec_jax.drafter.layout_settings import check_draft_ids
 from angelspec_jax.drafter.types import Shared
-from angelspec_jax.mesh import placement, put_on, shardings
+from angelspec_jax.mesh import placements, put_on, shardings
 from angelspec_jax.params import initialize, map_params
 from angelspec_jax.target.config import TransformerConfig
 from angelspec_jax.target.transformer import head_rows
@@ -217,7 +217,6 @@ def place(params: registry.AnyDrafter, specs: registry.AnyDrafter, mesh: Mesh | 
 
     def put(spec, leaf, where):
         host = np.asarray(leaf)
-        where = placement(spec, where, mesh.devices.flat[0], host.dtype) if frozen else where
         return jax.make_array_from_callback(spec.shape, where, lambda index: host[index])
 
-    return map_params(put, specs, params, shardings(mesh, specs))
+    return map_params(put, specs, params, (placements if frozen else shardings)(mesh, specs))
