@@ -15,7 +15,7 @@ SMOLLM2 = "smollm2"
 
 TARGET_HELP = f"A Hugging Face model directory or id (Org/Name, Org/Name@revision), a GGUF file, or '{SMOLLM2}' (fetched once, 93 MB)."
 DRAFTER_HELP = (
-    f"A drafter directory, '{SHIPPED[0]}' or '{SHIPPED[1]}' (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
+    f"A drafter directory, one of {', '.join(SHIPPED)} (shipped), 'lookup' or 'early_exit:LAYERS' (no training needed), or 'none'. "
     f"Default: {SHIPPED[0]} with {SMOLLM2}, else none."
 )
 
